@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,13 @@ from lit_fsdp.sharding.wrap import plan_module
 WORLD_SIZE, ROWS, LENGTH = 4, 2, 128
 SIZES = {"vocab_size": 1000, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "pad_token_id": 0}
+# What some types need besides, or have otherwise: heads that are not grouped, and what has no default.
+OTHERS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"num_key_value_heads": 4},
+    "dots1": {"n_routed_experts": 8, "moe_intermediate_size": 64},
+    "hunyuan_v1_dense": {"head_dim": 32},
+}
+REACHES = (1, 2)  # of neighbours, as a plan tries them
 MODES = (("full", "none", "bf16-mixed"), ("full", "full", "bf16-mixed"), ("nf4", "selective", "bf16-true"))
 
 
@@ -48,7 +56,8 @@ class Model(nn.Module):
 
     def __init__(self, model_type: str, num_layers: int, mode: str) -> None:
         super().__init__()
-        config = AutoConfig.for_model(model_type, num_hidden_layers=num_layers, **SIZES)
+        sizes = SIZES | OTHERS.get(model_type, {})
+        config = AutoConfig.for_model(model_type, num_hidden_layers=num_layers, **sizes)
         with torch.device("meta"):
             self.model = AutoModelForCausalLM.from_config(config)
         if mode == "nf4":
@@ -87,10 +96,10 @@ def measure(make: Callable[[], Model], settings: Settings, precision: str) -> tu
         traced = trace(make(), settings, precision, [])
         return traced.memory.peak.num_bytes, time.process_time() - begin
 
-    def run_short() -> tuple[int, float, str, str] | str:
+    def run_short(reach: int) -> tuple[int, float, str, str] | str:
         begin = time.process_time()
         module = make()
-        stacks = choose_stacks(module, plan_module(module, settings.wrap), settings, reach=1)
+        stacks = choose_stacks(module, plan_module(module, settings.wrap), settings, reach=reach)
         if not stacks:
             return "nothing repeats"
         shorten_model(module, stacks)
@@ -104,7 +113,10 @@ def measure(make: Callable[[], Model], settings: Settings, precision: str) -> tu
         return unfolded.memory.peak.num_bytes, seconds, *("+".join(column) for column in zip(*depths, strict=True))
 
     whole, whole_s = run_apart(run_whole, "benchmark")
-    found = run_apart(run_short, "benchmark")
+    for reach in REACHES:
+        found = run_apart(partial(run_short, reach), "benchmark")
+        if not isinstance(found, str):
+            break
     if isinstance(found, str):
         raise UnevenBlocksError(found)
     peak, short_s, depth, kept = found
