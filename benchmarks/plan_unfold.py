@@ -43,8 +43,11 @@ SIZES = {"vocab_size": 1000, "hidden_size": 128, "intermediate_size": 256, "num_
 SIZES |= {"num_key_value_heads": 2, "pad_token_id": 0}
 # What some types need besides, or have otherwise: heads that are not grouped, and what has no default.
 OTHERS: dict[str, dict[str, Any]] = {
+    "codegen": {"rotary_dim": 16},
     "deepseek_v3": {"num_key_value_heads": 4},
-    "dots1": {"n_routed_experts": 8, "moe_intermediate_size": 64},
+    "dots1": {"n_routed_experts": 8, "moe_intermediate_size": 64, "n_shared_experts": 1},
+    "gptj": {"rotary_dim": 16},
+    "helium": {"head_dim": 32},
     "hunyuan_v1_dense": {"head_dim": 32},
 }
 REACHES = (1, 2)  # of neighbours, as a plan tries them
