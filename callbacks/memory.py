@@ -26,7 +26,8 @@ from lit_fsdp.profiling.device_memory import (
     write_snapshot,
 )
 from lit_fsdp.profiling.memory import KINDS
-from lit_fsdp.profiling.memory_trace import MemoryTrace, StepMemory
+from lit_fsdp.profiling.memory_log import StepMemory
+from lit_fsdp.profiling.memory_trace import MemoryTrace
 from lit_fsdp.reporting.curves import Series
 from lit_fsdp.reporting.lost_logs import outlive_lost_log
 from lit_fsdp.reporting.memory_section import Comparison, TracedStep, make_memory_section

@@ -1,6 +1,5 @@
 """Starts the command line as users do: in processes of its own, under torchrun, or quickly on forked ranks."""
 
-import gc
 import json
 import logging
 import os
@@ -159,7 +158,6 @@ def _enter(rank: int, ranks: int, port: int, folder: Path, args: tuple[str, ...]
 
 
 def _run_main(args: Sequence[str], printed: Path) -> NoReturn:
-    gc.freeze()  # else collecting garbage would copy the memory shared with the parent, page by page
     for number, kind in ((1, "out"), (2, "err")):
         with printed.with_name(f"{printed.name}.{kind}").open("w") as file:
             os.dup2(file.fileno(), number)

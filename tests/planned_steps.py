@@ -17,7 +17,8 @@ from lit_fsdp.planning.trace.apart import run_apart
 from lit_fsdp.planning.trace.dry_run import TracedStep, fake_ranks, trace_training_step
 from lit_fsdp.planning.trace.short_model import Stack, choose_stacks, shorten_model
 from lit_fsdp.planning.trace.unfold import unfold_trace
-from lit_fsdp.profiling.memory_trace import MemoryTrace, StepMemory
+from lit_fsdp.profiling.memory_log import StepMemory
+from lit_fsdp.profiling.memory_trace import MemoryTrace
 from lit_fsdp.sharding.activation_offload import watch_host_memory
 from lit_fsdp.sharding.mesh import build_mesh
 from lit_fsdp.sharding.mixed_precision import cast_parameters, read_precision

@@ -1,6 +1,5 @@
 """Runs a function on several ranks inside one test, forked on the CPU, and decides which processes see the GPUs."""
 
-import gc
 import os
 import sys
 import tempfile
@@ -141,7 +140,6 @@ def _enter(
     folder: Path,
     work: bytes | tuple[Callable[..., None], tuple[object, ...]],
 ) -> None:
-    gc.freeze()  # else collecting garbage would copy the memory shared with the parent, page by page
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     try:

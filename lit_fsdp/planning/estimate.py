@@ -26,7 +26,7 @@ from lit_fsdp.planning.timing.step_time import (
 )
 from lit_fsdp.profiling.expected_communication import UnitBytes, estimate_bytes
 from lit_fsdp.profiling.flops import Flops
-from lit_fsdp.profiling.memory_trace import StepMemory
+from lit_fsdp.profiling.memory_log import StepMemory
 from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.shard import find_roots
 from lit_fsdp.sharding.wrap import count_shard_bytes, plan_module

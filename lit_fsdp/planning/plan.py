@@ -26,7 +26,7 @@ from lit_fsdp.planning.timing.step_time import StepTime
 from lit_fsdp.planning.trace.exact_trace import trace_step, unfold_step
 from lit_fsdp.profiling.expected_communication import Collectives, UnitBytes, estimate_bytes, estimate_collectives
 from lit_fsdp.profiling.flops import Flops
-from lit_fsdp.profiling.memory_trace import StepMemory
+from lit_fsdp.profiling.memory_log import StepMemory
 from lit_fsdp.quantization.layers import count_weights, iterate_quantized
 from lit_fsdp.sharding.mesh import MeshSizes
 from lit_fsdp.sharding.settings import Settings

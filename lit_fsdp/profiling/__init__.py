@@ -4,7 +4,8 @@ Import from the files: from here, each would load the parts of torch that the ot
 
 - ``clock``: ``Clock``, ``Timeline``; device time without waiting for the device
 - ``flops``: ``FlopCounter``, ``WorkCounter``
-- ``memory``: ``measure_states``; ``memory_trace``: ``MemoryTrace``; ``device_memory``: what the device says
+- ``memory``: ``measure_states``; ``memory_trace``: ``MemoryTrace``, which writes the ``MemoryLog`` of ``memory_log``
+- ``device_memory``: what the device says
 - ``communication_meter``: ``CommunicationMeter``; ``expected_communication``: the same from the plan alone
 - ``replaced_calls``: what stands between FSDP2 and what it calls while it is measured
 - ``collectives``: ``measure_fabric``; time and bandwidth of each collective by size

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lit_fsdp.profiling.memory import KINDS
-from lit_fsdp.profiling.memory_trace import Peak, StepMemory
+from lit_fsdp.profiling.memory_log import Peak, StepMemory
 from lit_fsdp.reporting.curves import Series
 from lit_fsdp.reporting.rank_stats import Spread
 from lit_fsdp.reporting.sections import Curve, Plot, Section, Table

@@ -75,6 +75,26 @@ def test_a_strategy_that_does_not_run_is_a_line_beside_the_others(
     assert out.count("ddp, 2 ranks") == 1  # not tried again in the second round
 
 
+@pytest.mark.parametrize(("given", "start_timeout_s"), [("", 500.0), ("start_timeout_s: 7.0", 7.0)])
+def test_slow_ranks_of_fsdp2_are_waited_for_as_long_as_the_run(
+    given: str, start_timeout_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[Any] = []
+
+    def call(command: list[str], _: float) -> tuple[int, str]:
+        path = next(part.partition("=")[2] for part in command if part.endswith("/strategy.yaml"))
+        written.append(yaml.safe_load(Path(path).read_text())["trainer"]["strategy"])
+        return 1, ""
+
+    write_run(tmp_path)
+    strategy = f"trainer: {{strategy: {{class_path: lit_fsdp.FSDP2Strategy, init_args: {{{given}}}}}}}"
+    (tmp_path / "own.yaml").write_text(strategy)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lit_fsdp.cli.strategies._call", call)
+    assert main(["bench", "strategies", "--config=run.yaml", "--strategies=own.yaml,ddp", "--timeout_s=500"]) == 1
+    assert [setting.get("init_args", {}) for setting in written] == [{"start_timeout_s": start_timeout_s}, {}]
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path

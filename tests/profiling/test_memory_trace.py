@@ -9,7 +9,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lit_fsdp.profiling.memory import KINDS, measure_states
-from lit_fsdp.profiling.memory_trace import MemoryTrace, StepMemory
+from lit_fsdp.profiling.memory_log import StepMemory
+from lit_fsdp.profiling.memory_trace import MemoryTrace
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing, apply_activation_checkpointing
 from lit_fsdp.sharding.mesh import Mesh, build_mesh
 from lit_fsdp.sharding.shard import Sharding, shard_model

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from lit_fsdp.profiling.memory import KINDS
-from lit_fsdp.profiling.memory_trace import Peak, StepMemory
+from lit_fsdp.profiling.memory_log import Peak, StepMemory
 from lit_fsdp.reporting.memory_section import plot_step
 from lit_fsdp.reporting.plots import render_svg, write_png
 from lit_fsdp.reporting.sections import Curve, Plot

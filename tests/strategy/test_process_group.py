@@ -2,6 +2,7 @@
 
 import os
 import socket
+import subprocess
 import sys
 import time
 from hashlib import pbkdf2_hmac
@@ -120,3 +121,29 @@ def test_a_process_ends_after_its_threads_and_not_never() -> None:
     over.set()
     endless.join()
     waits.join()
+
+
+LEAVES = """
+import sys, time, threading
+from hashlib import pbkdf2_hmac
+from pathlib import Path
+from lightning.fabric.plugins.environments import LightningEnvironment
+import torch
+from lit_fsdp.strategy.process_group import init_process_group
+
+def compute():
+    pbkdf2_hmac("sha256", b"", b"", 400_000)  # without the GIL, which it needs afterwards
+    Path(sys.argv[1]).write_text("done")
+
+init_process_group(
+    LightningEnvironment(), torch.device("cpu"), num_nodes=1, timeout_s=60.0, start_timeout_s=60.0, facts={}
+)
+threading.Thread(target=compute, daemon=True).start()
+"""
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at threads as Linux shows them")
+def test_python_does_not_end_under_a_thread_that_computes(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", LEAVES, str(tmp_path / "done")], check=True, timeout=120)
+    assert (tmp_path / "done").exists()  # daemons are not waited for by Python itself

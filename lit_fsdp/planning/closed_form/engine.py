@@ -18,13 +18,13 @@ from lit_fsdp.optim.adamw_8bit import BLOCK_SIZE, is_8bit
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.planning.closed_form.model_reader import ModelReader
 from lit_fsdp.planning.closed_form.reader import Reader, UnreadableModuleError
-from lit_fsdp.planning.closed_form.step_walk import OUTSIDE, Moment, UnitSizes, Walk, WalkSettings
+from lit_fsdp.planning.closed_form.step_walk import Moment, UnitSizes, Walk, WalkSettings
 from lit_fsdp.planning.closed_form.tape import FLOAT32, QUANTIZED, RELEASE, Op, Tape
 from lit_fsdp.planning.step_parts import Exchange, MicroBatch, ModelToTrain, NoEstimateError, Ranks, Replay
 from lit_fsdp.profiling.expected_communication import UnitBytes, count_gathered_bytes, get_gather_dtype, pad_numel
 from lit_fsdp.profiling.flops import Flops
 from lit_fsdp.profiling.memory import KINDS, Kind, label_unit
-from lit_fsdp.profiling.memory_trace import Peak, StepMemory
+from lit_fsdp.profiling.memory_log import OUTSIDE, Peak, StepMemory
 from lit_fsdp.sharding.activation_checkpointing import DEFAULT_SAVED_OPS, ActivationCheckpointing
 from lit_fsdp.sharding.cpu_offload import CPUOffload, count_pinned_rounding
 from lit_fsdp.sharding.low_bit import count_gather_scratch, count_reduce_scratch

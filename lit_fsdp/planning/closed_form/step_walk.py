@@ -14,9 +14,9 @@ from typing import Any
 
 from lit_fsdp.planning.closed_form.tape import QUANTIZED, Op, Tape
 from lit_fsdp.profiling.memory import KINDS, Kind
+from lit_fsdp.profiling.memory_log import OUTSIDE
 from lit_fsdp.sharding.shard import Sharding
 
-OUTSIDE = "(outside units)"
 # Products of rows: their gradients are views of matrices, to which autograd adds nothing in place.
 _GIVE_VIEWS = ("mm", "addmm")
 

@@ -1,12 +1,13 @@
 """A model of torch's caching allocator for CUDA: how much memory a sequence of allocations makes it reserve.
 
-Note [Caching allocator]: after ``c10/cuda/CUDACachingAllocator.cpp`` and ``c10/core/AllocatorConfig.h`` of torch 2.13,
-the native backend with its default settings. A request is rounded up to 512 bytes. The smallest free block of
-its stream and pool that is large enough serves it, and is split if enough is left. Else a segment is taken from the
-driver: 2 MiB for requests of up to 1 MiB, 20 MiB for those below 10 MiB, above that the request rounded up to 2 MiB.
-A freed block joins free neighbours of its segment, and stays reserved. Segments go back to the driver only when it has
-none left: then all that are wholly free do, and the request is tried once more. With ``expandable_segments``, each
-pool of a stream has one growing range of addresses, into which pages of 2 or 20 MiB are mapped where they are needed.
+Note [Caching allocator]: the native backend with its default settings. Sizes are those of torch 2.13
+(``c10/core/AllocatorConfig.h``), rules those of ``c10/cuda/CUDACachingAllocator.cpp`` at 001074d, which is older.
+A request is rounded up to 512 bytes. The smallest free block of its stream and pool that is large enough serves it, and
+is split if enough is left. Else a segment is taken from the driver: 2 MiB for requests of up to 1 MiB, 20 MiB for those
+below 10 MiB, above that the request rounded up to 2 MiB. A freed block joins free neighbours of its segment, and stays
+reserved. Segments go back to the driver only when it has none left: then all that are wholly free do, and the request
+is tried once more. With ``expandable_segments``, each pool of a stream has one growing range of addresses, into which
+pages of 2 or 20 MiB are mapped where they are needed.
 
 Left out: garbage collection, ``max_split_size_mb``, graphs, and blocks that wait for another stream (``record_stream``,
 which FSDP2 does not use). The addresses of segments are those in order of their making, and break ties only.

@@ -26,7 +26,8 @@ from lit_fsdp.profiling.collectives import Collective
 from lit_fsdp.profiling.expected_communication import UnitBytes
 from lit_fsdp.profiling.flops import Flops, WorkCounter
 from lit_fsdp.profiling.memory import Kind
-from lit_fsdp.profiling.memory_trace import MemoryLog, MemoryTrace, StepMemory
+from lit_fsdp.profiling.memory_log import MemoryLog, StepMemory
+from lit_fsdp.profiling.memory_trace import MemoryTrace
 from lit_fsdp.profiling.replaced_calls import watch_layers
 from lit_fsdp.quantization.layers import iterate_quantized
 from lit_fsdp.quantization.quantize import prepare_tables

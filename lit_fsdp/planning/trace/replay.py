@@ -15,7 +15,7 @@ from typing import NamedTuple
 from lit_fsdp.planning.step_parts import Replay
 from lit_fsdp.planning.trace.allocator import MIB, Block, CachingAllocator, OutOfMemoryError
 from lit_fsdp.profiling.memory import Kind
-from lit_fsdp.profiling.memory_trace import MemoryEvent, MemoryLog
+from lit_fsdp.profiling.memory_log import MemoryEvent, MemoryLog
 
 _PRECISION = 0.005  # of the sizes that are searched for
 

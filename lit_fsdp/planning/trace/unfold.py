@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from lit_fsdp.planning.trace.dry_run import TracedStep
 from lit_fsdp.planning.trace.replay import tell_storages_apart
 from lit_fsdp.planning.trace.short_model import Stack
-from lit_fsdp.profiling.memory_trace import PHASES, Mark, MemoryEvent, MemoryLog
+from lit_fsdp.profiling.memory_log import PHASES, Mark, MemoryEvent, MemoryLog
 
 Relabel = Callable[[str], str]
 
@@ -74,7 +74,7 @@ def unfold_trace(traced: TracedStep, stacks: Sequence[Stack]) -> TracedStep:
         flops=replace(flops, forward=forward, backward=backward, recomputed=recomputed),
         moved_bytes=moved_bytes,
         exchanges=tuple(traced.exchanges[i] for span in out.exchanges for i in span),
-        log=None if told is None else replace(log, events=told, num_first=out.num_first),
+        log=None if told is None else replace(log, events=told),
         is_unfolded=True,
     )
 

@@ -13,7 +13,7 @@ from lit_fsdp.adapters.inject import add_adapters
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.optim.factory import Optimizer, build_optimizer
 from lit_fsdp.planning.trace.dry_run import fake_ranks, trace_training_step
-from lit_fsdp.profiling.memory_trace import StepMemory
+from lit_fsdp.profiling.memory_log import StepMemory
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization, count_hidden_bytes
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing

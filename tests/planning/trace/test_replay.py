@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lit_fsdp.planning.trace.allocator import MIB
 from lit_fsdp.planning.trace.replay import replay_step, tell_storages_apart
 from lit_fsdp.profiling.memory import Kind
-from lit_fsdp.profiling.memory_trace import MemoryEvent, MemoryLog
+from lit_fsdp.profiling.memory_log import MemoryEvent, MemoryLog
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
 
 PHASES = (("forward", 0), ("backward", 10), ("optimizer", 20))

@@ -17,7 +17,7 @@ from lit_fsdp.planning.closed_form.engine import StepEstimate
 from lit_fsdp.planning.closed_form.model_reader import ModelReader
 from lit_fsdp.planning.closed_form.reader import UnreadableModuleError
 from lit_fsdp.planning.trace.dry_run import TracedStep
-from lit_fsdp.profiling.memory_trace import StepMemory
+from lit_fsdp.profiling.memory_log import StepMemory
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
