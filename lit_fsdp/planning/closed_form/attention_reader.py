@@ -170,10 +170,15 @@ def _attend(
     if has_mask:  # of a window alone one for all rows
         tape.passed[f"mask {is_local} {mask}"] = mask if is_masked else mask // reader.rows
     # Transformers leaves it to the kernel to share heads where it believes that there is one that can.
+    # Where there is no kernel for all documents at once, our own code knows as much of kernels for one after another.
+    is_in_turn = (
+        is_masked and implementation.startswith("varlen_sdpa") and not (tape.is_gpu and tape.itemsize < FLOAT32)
+    )
+    is_unshared = tape.is_gpu and tape.itemsize == FLOAT32 and not SHARES_HEADS_IN_FLOAT32
     repeats = groups > 1 and implementation == "sdpa" and (has_mask or head_dim > _LARGEST_SHARED)
+    repeats = repeats or (groups > 1 and is_in_turn and (is_unshared or head_dim > _LARGEST_SHARED))
     drops = get_dropout(module, *_list_dropouts(module)) > 0
-    is_shared_wide = groups > 1 and not repeats and tape.itemsize == FLOAT32
-    has_no_kernel = is_shared_wide and not SHARES_HEADS_IN_FLOAT32 if tape.is_gpu else drops
+    has_no_kernel = groups > 1 and not repeats and is_unshared if tape.is_gpu else drops
     if implementation == "sdpa" and has_no_kernel:
         return _attend_in_float32(reader, qkv, groups, length, (num_heads, size), products, drops=drops)
     if repeats:
@@ -193,9 +198,7 @@ def _attend(
         again_flops=products // 2,
         **backward,
     )
-    if implementation == "sdpa" or not is_masked or tape.is_gpu:
-        return y
-    return tape.add("cat", (y,), size, shares_grad=True)  # on CPUs documents go one by one
+    return tape.add("cat", (y,), size, shares_grad=True) if is_in_turn else y
 
 
 def _attend_eagerly(

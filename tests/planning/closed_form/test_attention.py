@@ -56,6 +56,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
 ]
 
 SELECTIVE = {"activation_checkpointing": ActivationCheckpointing(mode="selective"), "precision": "bf16-true"}
+FULL_ON_GPUS = {"world_size": 2, "device_type": "cuda"}
 WINDOWED = {**SHARED, "num_hidden_layers": 6, "head_dim": 64, "sliding_window": 128}
 
 # Of small vocabularies, so that the peak is in a block and not in the loss.
@@ -65,6 +66,8 @@ MASKED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     # Documents that are attended to one by one are joined, and no product of the block makes that.
     ({"attn_implementation": "varlen_sdpa", **SHARED}, {**SELECTIVE, "length": 1024, "masked": "packed"}),
     ({"attn_implementation": "varlen_sdpa", **SHARED}, {**SELECTIVE, **ON_GPUS, "length": 1024, "masked": "packed"}),
+    # In float32 on GPUs, too, and each document has heads of its own there.
+    ({"attn_implementation": "varlen_sdpa", **SHARED}, {"rows": 2, "length": 512, "masked": "packed", **FULL_ON_GPUS}),
     # Of a window alone there is one mask for all rows; of windows and of all tokens there are two.
     ({"family": "mistral", **WINDOWED}, {**SELECTIVE, **ON_GPUS, "rows": 4, "length": 512}),
     ({"family": "mistral", **WINDOWED}, {**RECOMPUTED, "rows": 4}),
