@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from models import to_full
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -86,7 +87,7 @@ def read_all(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, T
     for name, parameter in module.named_parameters():
         tensors[name] = parameter.detach()
         tensors |= {f"{name}/{key}": value for key, value in optimizer.state[parameter].items()}
-    return {n: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for n, t in tensors.items()}
+    return {n: to_full(t).clone() for n, t in tensors.items()}
 
 
 def list_unequal(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:

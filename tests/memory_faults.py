@@ -46,7 +46,8 @@ class Faults(pl.Callback):
         """Put the errors where they belong, once units are there."""
         self._trainer, self._num_batches, self._undo = trainer, 0, []
         sharded = [module for module in pl_module.modules() if isinstance(module, FSDPModule)]
-        units = [module for module in sharded if module._get_fsdp_state()._fsdp_param_group is not None]
+        # Those that are gathered; on one rank there may be none.
+        units = [module for module in sharded if module._get_fsdp_state()._fsdp_param_group is not None] or sharded
         for fault in self.faults:
             if fault.rank == trainer.global_rank:
                 unit = units[fault.unit % len(units)]

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
 
 from lit_fsdp.adapters.layers import clean_name
@@ -43,6 +44,12 @@ LANGUAGE_MODELS: dict[str, dict[str, Any]] = {
     "opt": {**_WIDTH, "ffn_dim": 64, "word_embed_proj_dim": 32},
     "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 67, "n_positions": 32, **_ENDS},
 }
+
+
+def to_full(tensor: Tensor) -> Tensor:
+    """Return the whole tensor, on all ranks, of one that may be a shard. All ranks must call it."""
+    whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole
 
 
 class Parent(nn.Module):

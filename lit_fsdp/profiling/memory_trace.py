@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -90,6 +91,7 @@ class MemoryTrace(TorchDispatchMode):
         self._unit = OUTSIDE
         self._summands: tuple[_Block, _Block] | None = None  # of a sum that is not recorded yet
         self._sharded: dict[str, list[Any]] = {}
+        self._whole: dict[str, list[nn.Parameter]] = {}  # those of one rank, which get their gradients themselves
         self._hooks: list[Any] = []
         self._error: Exception | None = None  # which ended the counting
 
@@ -102,6 +104,8 @@ class MemoryTrace(TorchDispatchMode):
     def begin_phase(self, name: str) -> None:
         """Say which part of the step begins: one of ``PHASES``."""
         self._try(self._record_sum)
+        for unit in self._whole:
+            self._try(self._mark_whole, unit)
         self._phases.append((name, len(self._units)))
         self._mark_border(name)
         if name == "optimizer":
@@ -154,6 +158,9 @@ class MemoryTrace(TorchDispatchMode):
         for _, sharded in iterate_sharded(self._model):
             unit = self._owners.get(names.get(get_shard(sharded), ""), OUTSIDE)
             self._sharded.setdefault(unit, []).append(sharded)
+        for parameter, name in names.items():
+            if parameter.requires_grad and not isinstance(parameter, DTensor):
+                self._whole.setdefault(self._owners.get(name, OUTSIDE), []).append(parameter)
         try:
             for hook in (*self._watch_units(), *self._watch_marked()):
                 self._hooks.append(hook)
@@ -168,6 +175,7 @@ class MemoryTrace(TorchDispatchMode):
         self._look_away()
         self._remove_hooks()
         self._sharded.clear()
+        self._whole.clear()
 
     def _remove_hooks(self) -> None:
         while self._hooks:
@@ -227,6 +235,7 @@ class MemoryTrace(TorchDispatchMode):
     def _follow(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         phase = self._phases[-1][0] if self._phases else PHASES[0]
         if phase == "backward":
+            self._mark_whole(self._unit)
             self._find_backward_unit((args, kwargs))
             self._mark_gradients()
         owners = self._find_owners(args, out) if phase == "optimizer" else {}
@@ -283,7 +292,7 @@ class MemoryTrace(TorchDispatchMode):
         for tensor in tree_iter(arguments):
             if isinstance(tensor, Tensor):
                 block = self._blocks.get(tensor.untyped_storage()._cdata)
-                if block is not None and block.kind in ("gathered", "activations"):
+                if block is not None and block.kind in ("gathered", "parameters", "activations"):
                     self._unit = block.unit
                     return
 
@@ -291,6 +300,12 @@ class MemoryTrace(TorchDispatchMode):
         for sharded in self._sharded.get(self._unit, ()):
             for gradient in list_unreduced_gradients(sharded):
                 self._mark(gradient, "gradients", self._unit)
+
+    def _mark_whole(self, unit: str) -> None:
+        """Tell the gradients that parameters of a unit have got since autograd's last operator."""
+        for parameter in self._whole.get(unit, ()):
+            if parameter.grad is not None:
+                self._mark(parameter.grad, "gradients", unit)
 
     def _mark_communication(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
         """Tell the buffers of collectives by the operators that FSDP2 fills and empties them with.

@@ -7,7 +7,7 @@ all-reduce averages those of all of them, as FSDP2 averages the others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import cache, reduce
 from typing import Any
 from weakref import WeakSet
@@ -33,13 +33,19 @@ class _Link:
         return None
 
 
-def replicate_scalars(model: nn.Module, mesh: DeviceMesh) -> dict[nn.Parameter, tuple[nn.Module, str]]:
-    """Replace the parameters of no dimension, which are the same on all ranks; return what they became, and where."""
+def replicate_scalars(
+    model: nn.Module, mesh: DeviceMesh, *, leave: Container[nn.Parameter] = ()
+) -> dict[nn.Parameter, tuple[nn.Module, str]]:
+    """Replace the parameters of no dimension, which are the same on all ranks; return what they became, and where.
+
+    Those in ``leave`` stay as they are.
+    """
     made: dict[nn.Parameter, nn.Parameter] = {}
     places: dict[nn.Parameter, tuple[nn.Module, str]] = {}
     placements = [Replicate()] * mesh.ndim
     for module in model.modules():
-        own = {n: p for n, p in module.named_parameters(recurse=False, remove_duplicate=False) if not p.ndim}
+        named = module.named_parameters(recurse=False, remove_duplicate=False)
+        own = {name: p for name, p in named if not p.ndim and p not in leave}
         for name, parameter in own.items():
             if parameter not in made:
                 value = DTensor.from_local(parameter.detach(), mesh, placements, run_check=False)

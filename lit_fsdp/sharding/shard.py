@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
@@ -185,15 +186,21 @@ def shard_model(
 ) -> None:
     """Shard every unit of the plan in place, inner units first and the root last.
 
-    Afterwards parameters are DTensors, on the meta device if they were before. The dimensions of the mesh are
-    ``("shard",)`` or ``("replicate", "shard")``.
+    Afterwards parameters are DTensors, on the meta device if they were before; on one rank, but those that
+    ``is_left_whole`` names. The dimensions of the mesh are ``("shard",)`` or ``("replicate", "shard")``.
     """
     modules = dict(model.named_modules())
     _check_dtypes(model, plan)
     check_wire(model, plan, sharding, mp_policy)
+    whole: set[nn.Parameter] = set()
+    if dist.get_world_size() == 1 and not isinstance(offload_policy, CPUOffloadPolicy):
+        whole = {p for p in model.parameters() if is_left_whole(p, mp_policy.param_dtype, sharding)}
+    for parameter in whole:
+        if not parameter.is_meta:  # those are made where they are needed
+            parameter.data = parameter.data.to(mesh.device_type)  # of a GPU the current one, as FSDP2 has it
+    scalars = replicate_scalars(model, mesh, leave=whole)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": mp_policy, "offload_policy": offload_policy}
-    if scalars := replicate_scalars(model, mesh):
-        options["ignored_params"] = set(scalars)
+    options["ignored_params"] = whole | set(scalars)
     is_split = mesh.size(-1) > 1
     for unit in sorted(plan, key=_get_depth, reverse=True):
         members = [modules[name] for name in unit.names]
@@ -212,6 +219,16 @@ def shard_model(
     if scalars:
         call_after_backward(model, partial(reduce_scalars, model, list(scalars.values()), mesh))
     _set_prefetch(modules, plan, sharding)
+
+
+def is_left_whole(parameter: nn.Parameter, param_dtype: torch.dtype | None, sharding: Sharding) -> bool:
+    """Whether one rank without offload computes with a parameter as it is stored: FSDP2 would copy it for each use.
+
+    Under ``no_sync`` FSDP2 adds gradients up in the dtype of reduction, so what is trained is left to it.
+    """
+    if parameter.requires_grad and sharding.no_sync:
+        return False
+    return param_dtype is None or not parameter.is_floating_point() or parameter.dtype == param_dtype
 
 
 def check_wire(model: nn.Module, plan: Sequence[Unit], sharding: Sharding, mp_policy: MixedPrecisionPolicy) -> None:

@@ -23,6 +23,7 @@ from lightning_utilities.core import rank_zero
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
@@ -81,7 +82,14 @@ from lit_fsdp.strategy.precision_plugin import FSDP2Precision, translate_precisi
 from lit_fsdp.strategy.process_group import MAX_TIMEOUT_S, init_process_group
 from lit_fsdp.strategy.random_streams import RandomStreams
 from lit_fsdp.strategy.rank_facts import check_shared_rows, list_device_facts, list_device_notes, list_row_facts
-from lit_fsdp.strategy.rebinding import keep_attributes, rebind_optimizers, remember_parameters, warn_of_lists
+from lit_fsdp.strategy.rebinding import (
+    forget_whole,
+    keep_attributes,
+    rebind_optimizers,
+    remember_parameters,
+    warn_of_hooks,
+    warn_of_lists,
+)
 from lit_fsdp.strategy.retried_step import RetriedSteps, check_retries
 from lit_fsdp.strategy.roll_call import compare_in_group
 from lit_fsdp.strategy.run_settings import RUN_SETTINGS, collect_run_settings, warn_of_changes
@@ -463,11 +471,6 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
     def _shard(self, module: pl.LightningModule) -> None:
         assert self.device_mesh is not None
         remember_parameters(module)
-        if limited := _list_limited(module):
-            rank_zero.rank_zero_warn(
-                f"max_norm of {join_names(limited)} has no lasting effect: it changes gathered copies of the weights; "
-                "see docs/limits.md"
-            )
         sent = [name for name in ("gather_bits", "reduce_bits") if getattr(self.settings.sharding, name) is not None]
         if sent and self.mesh_sizes.num_shards == 1:
             rank_zero.rank_zero_warn(
@@ -498,6 +501,13 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
             has_changing_lengths=getattr(getattr(module.trainer, "datamodule", None), "has_changing_lengths", False),
             show=show,
         )
+        forget_whole(module)
+        warn_of_hooks(module)
+        if limited := _list_limited(module):
+            rank_zero.rank_zero_warn(
+                f"max_norm of {join_names(limited)} has no lasting effect: it changes gathered copies of the weights; "
+                "see docs/limits.md"
+            )
         _SHARDED_WITH[module] = self.settings
 
     def _keep_table(self, module: nn.Module, plan: Sequence[Unit]) -> None:
@@ -761,7 +771,8 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
 
 
 def _list_limited(module: nn.Module) -> list[str]:
-    return [n for n, m in module.named_modules() if getattr(m, "max_norm", None) and hasattr(m, "weight")]
+    named = ((n, m) for n, m in module.named_modules() if getattr(m, "max_norm", None))
+    return [name for name, limited in named if isinstance(getattr(limited, "weight", None), DTensor)]
 
 
 for _name, (_description, _settings) in PRESETS.items():

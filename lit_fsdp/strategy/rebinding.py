@@ -25,6 +25,7 @@ class _Place:
     module: ref[nn.Module]
     name: str
     attributes: dict[str, Any]
+    has_hooks: bool
 
     def find_new(self) -> nn.Parameter | None:
         module = self.module()
@@ -35,17 +36,32 @@ _PLACES: WeakKeyDictionary[nn.Module, dict[int, _Place]] = WeakKeyDictionary()  
 
 
 def remember_parameters(model: nn.Module) -> None:
-    """Note where the parameters are, and what their users gave them. Before sharding.
-
-    Hooks on gradients, which do not outlive sharding, are named in a warning.
-    """
+    """Note where the parameters are, and what their users gave them. Before sharding."""
     _PLACES[model] = {
-        id(parameter): _Place(parameter=ref(parameter), module=ref(module), name=name, attributes=dict(vars(parameter)))
+        id(parameter): _Place(
+            parameter=ref(parameter),
+            module=ref(module),
+            name=name,
+            attributes=dict(vars(parameter)),
+            has_hooks=bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks),
+        )
         for module in model.modules()
         for name, parameter in module.named_parameters(recurse=False)
     }
-    hooked = [n for n, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
-    if hooked:
+
+
+def forget_whole(model: nn.Module) -> None:
+    """Forget the parameters that sharding has left as they are. Those without values will be others once they have."""
+    places = _PLACES[model]
+    for parameter in model.parameters():
+        if not parameter.is_meta:
+            places.pop(id(parameter), None)
+
+
+def warn_of_hooks(model: nn.Module) -> None:
+    """Name the parameters whose hooks on gradients are lost. After sharding."""
+    lost = {id(new) for place in _PLACES[model].values() if place.has_hooks and (new := place.find_new()) is not None}
+    if hooked := [name for name, parameter in model.named_parameters() if id(parameter) in lost]:
         rank_zero_warn(
             f"hooks on {join_names(hooked)} do not outlive sharding: change gradients in on_before_optimizer_step"
         )

@@ -17,6 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+# Private, seen in torch 2.13.
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 
 from lit_fsdp.adapters.initialization import is_decomposed, reset_adapter
@@ -57,8 +60,19 @@ def materialize(model: nn.Module, device: torch.device, *, parameter_device: tor
                 continue
             module._buffers[key] = torch.full_like(buffer, _choose_sentinel(buffer.dtype), device=device)
     stays = {id(p.grad) for p in model.parameters() if p.grad is not None}  # an earlier run's, where its shard is
+    # Of those without values torch would make others, and cannot (seen in 2.13). They are made already.
+    fakes = [
+        (m, key, p)
+        for m in model.modules()
+        for key, p in m._parameters.items()
+        if p is not None and isinstance(p.data, FakeTensor)
+    ]
+    for module, key, _ in fakes:
+        module._parameters[key] = None
     # Also tells FSDP about its new parameters.
     model._apply(lambda t: t if isinstance(t, nn.Parameter) or id(t) in stays else t.to(device))
+    for module, key, parameter in fakes:
+        setattr(module, key, parameter)  # which layers that list their weights see
     link_scalars(model)
 
 

@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from models import to_full
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.utils.data import DataLoader
@@ -217,7 +218,7 @@ class Spy(pl.Callback):
     """Keeps the trained weights as a run without training sees them."""
 
     def on_validation_start(self, _: pl.Trainer, task: pl.LightningModule) -> None:
-        self.weights = {n: p.full_tensor().clone() for n, p in task.named_parameters() if p.requires_grad}  # type: ignore[attr-defined]
+        self.weights = {n: to_full(p).clone() for n, p in task.named_parameters() if p.requires_grad}
 
 
 @pytest.mark.full

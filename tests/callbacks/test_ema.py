@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from models import to_full
 from torch import Tensor, nn
 from training import EVEN, GLOBAL_BATCH, TIED, UNEVEN, Rows, build_task, build_trainer, gather_weights, save_model
 
@@ -121,7 +122,7 @@ class Averages(pl.Callback):
         self.found: list[dict[str, Tensor]] = []
 
     def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
-        whole = {name: average.full_tensor().clone() for name, average in self.ema._averages.items()}
+        whole = {name: to_full(average).clone() for name, average in self.ema._averages.items()}
         self.found += [whole, copy(module)]
 
     on_train_end = on_train_start

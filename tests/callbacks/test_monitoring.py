@@ -13,6 +13,7 @@ import torch.distributed as dist
 from launches import ROOT, write_run
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy
+from models import to_full
 from torch import Tensor, nn
 from training import EVEN, Rows, build_task, build_trainer, save_model
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -210,7 +211,7 @@ def fit_with_broken_monitors(folder: Path, root: Path, patch: pytest.MonkeyPatch
     task, monitors = build_task(folder), build_monitors()
 
     def gather(*_: Any) -> None:  # on rank 0 only: there was nobody to gather with
-        next(task.parameters()).full_tensor()  # type: ignore[operator]
+        to_full(next(task.parameters()))
 
     patch.setattr(task, "measure_batch", gather, raising=True)
     trainer = build_trainer(FSDP2Strategy(print_plan=False), callbacks=monitors, max_steps=4, default_root_dir=root)

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from image_training import RESNET, VIT, make_data, write_folder
+from models import to_full
 from speech_training import build_data as build_speech_data
 from speech_training import make_config, make_rows
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from training import EVEN, build_trainer
 
@@ -150,7 +150,7 @@ def read_all(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Tenso
         for j, state in enumerate(optimizer.state.values()):
             found |= {f"{i}.{j}.{k}": v for k, v in state.items() if isinstance(v, Tensor)}
         found |= {f"{i}.{j}.lr": torch.tensor(group["lr"]) for j, group in enumerate(optimizer.param_groups)}
-    return {k: (v.full_tensor() if isinstance(v, DTensor) else v).clone() for k, v in found.items()}
+    return {k: to_full(v).clone() for k, v in found.items()}
 
 
 def fit(folder: Path, task: str, optimizer: str, checkpoint_format: Any, path: Path | None) -> dict[str, Tensor]:
@@ -177,6 +177,35 @@ def fit_twice(folder: Path, task: str, optimizer: str, checkpoint_format: str) -
     resumed = fit(folder, task, optimizer, checkpoint_format, path)
     assert whole.keys() == resumed.keys()
     assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
+
+
+def restore(folder: Path, optimizer: str, checkpoint_format: Any, source: str | None, target: str) -> None:
+    """Train a few steps, or restore the state of another run; save it, and rank 0 also what there is in full."""
+    pl.seed_everything(3, verbose=False)
+    module, data = build_language(folder, optimizer)
+    strategy = FSDP2Strategy(print_plan=False, checkpoint_format=checkpoint_format)
+    trainer = build_trainer(strategy, max_steps=3, limit_val_batches=0)
+    trainer.fit(module, datamodule=data, ckpt_path=source and folder / source)
+    trainer.save_checkpoint(folder / target)
+    state = read_all(trainer, module)
+    if trainer.is_global_zero:
+        torch.save(state, folder / f"{target}.pt")
+
+
+@pytest.mark.full(after=1)
+@pytest.mark.parametrize(("optimizer", "checkpoint_format"), list(product(OURS, ("single_file", "sharded"))))
+def test_a_run_of_one_rank_goes_on_on_two_and_back(optimizer: str, checkpoint_format: str, tmp_path: Path) -> None:
+    rows = ({"text": f"the number {i} comes after the number {i - 1}."} for i in range(1, 60))
+    (tmp_path / "text.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    states = []
+    for source, target, world_size in ((None, "one", 1), ("one", "two", 2), ("two", "back", 1)):
+        run_ranks(restore, tmp_path, optimizer, checkpoint_format, source, target, world_size=world_size)
+        states.append(torch.load(tmp_path / f"{target}.pt"))
+    one, two, back = states
+    assert len(one) > 2 * len(list(CausalLM(config=LLAMA).state_dict()))
+    for other in (two, back):
+        assert one.keys() == other.keys()
+        assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from models import Parent, Stack, build_language_model, compute_loss, make_tokens
+from models import Parent, Stack, build_language_model, compute_loss, make_tokens, to_full
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor
 
 from lit_fsdp.checkpoint.manifest import MANIFEST
 from lit_fsdp.checkpoint.sharded import META, join_states, load_checkpoint, save_checkpoint, to_plain
@@ -68,7 +67,7 @@ def read_all(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
     tensors = {n: p.detach() for n, p in model.named_parameters()}
     for parameter, state in optimizer.state.items():
         tensors |= {f"{names[id(parameter)]}/{key}": value for key, value in state.items()}
-    return {n: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for n, t in tensors.items()}
+    return {n: to_full(t).clone() for n, t in tensors.items()}
 
 
 VARIANTS: dict[str, dict[str, bool]] = {"plain": {}, "tied": {"tied": True}, "frozen": {"frozen": True}}

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from models import to_full
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
@@ -39,10 +40,6 @@ def shard_parameters(
         made.grad = distribute_tensor(parameter.grad, mesh, placements)
         sharded.append(made)
     return whole, sharded
-
-
-def to_full(tensor: Tensor | None) -> Tensor | None:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def check(mesh: DeviceMesh, placements: Sequence[Placement], num_plain: int = 0) -> None:

@@ -7,10 +7,10 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from models import Parent, Stack, build_language_model, compute_loss, make_tokens
+from models import Parent, Stack, build_language_model, compute_loss, make_tokens, to_full
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.utils.parametrize import register_parametrization
@@ -29,6 +29,7 @@ from lit_fsdp.sharding.shard import (
 )
 from lit_fsdp.sharding.torch_internals import iterate_sharded, list_unreduced_gradients
 from lit_fsdp.sharding.wrap import Unit, Wrap, iterate_blocks, plan_units
+from lit_fsdp.strategy.precision_plugin import FSDP2Precision
 from ranks import run_ranks
 
 
@@ -143,6 +144,56 @@ def test_no_plan_changes_loss_or_gradients_with_or_without_recompute(plan_name: 
         check_equal(model, truth, loss)
 
     run_ranks(body)
+
+
+HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+# On one rank: settings, and what of a model with a frozen head and a block in bfloat16 is not FSDP2's.
+ONE_RANK: dict[str, tuple[dict[str, Any], Callable[[nn.Parameter], bool]]] = {
+    "as stored": ({}, lambda _: True),
+    "cast": ({"mp_policy": HALF}, lambda p: p.dtype == torch.bfloat16),
+    "gradients held": ({"sharding": Sharding(no_sync=True)}, lambda p: not p.requires_grad),
+    "offload": ({"offload": CPUOffloadPolicy(pin_memory=False)}, lambda _: False),
+}
+
+
+@pytest.mark.parametrize("name", ONE_RANK)
+def test_one_rank_has_no_copies_of_what_it_would_not_change_and_trains_as_fsdp2_does(name: str) -> None:
+    options, is_whole = ONE_RANK[name]
+
+    def train(model: nn.Module) -> list[Tensor]:
+        tokens = make_tokens(num_rows=4)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        losses = []
+        for _ in range(3):
+            with no_sync(*(find_roots(model) if name == "gradients held" else [])):
+                compute_loss(model, tokens[:2]).backward()
+            losses.append(compute_loss(model, tokens[2:]))
+            losses[-1].backward()
+            FSDP2Precision("32-true", device_type="cpu").clip_grad_by_norm(optimizer, 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*losses, *map(to_full, model.parameters())]
+
+    def make() -> nn.Module:
+        model = build()
+        model.model.lm_head.requires_grad_(False)
+        if name == "cast":
+            model.model.model.layers[1].bfloat16()
+        return model
+
+    def body() -> None:
+        expected, model = make(), make()
+        policies = {"mp_policy": MixedPrecisionPolicy(), "offload_policy": options.get("offload", OffloadPolicy())}
+        for unit in (*expected.model.model.layers, expected):
+            fully_shard(unit, **{**policies, **{k: v for k, v in options.items() if k == "mp_policy"}})
+        before = dict(model.named_parameters())
+        shard(model, **options)
+        after = dict(model.named_parameters())
+        assert {n for n, p in before.items() if after[n] is p} == {n for n, p in before.items() if is_whole(p)}
+        for tensor, truth in zip(train(model), train(expected), strict=True):
+            assert torch.equal(tensor, truth)
+
+    run_ranks(body, world_size=1)
 
 
 def count_collectives(model: nn.Module, holds: bool = False) -> tuple[int, int]:

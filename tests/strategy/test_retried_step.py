@@ -267,7 +267,7 @@ def fit_counting(module: Counting, faults: list[Fault], accumulate: int = 1) -> 
     )
     trainer.fit(module, data)
     return {
-        "weights": torch.cat([p.full_tensor().flatten() for p in module.parameters()]).detach(),  # type: ignore[attr-defined]
+        "weights": torch.cat([parameter.flatten() for parameter in module.parameters()]).detach(),
         "mean": module.mean.clone(),
         "seen": module.seen.compute(),
         "logged": trainer.callback_metrics["loss"],

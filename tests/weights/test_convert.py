@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import training
 from huggingface_hub import constants
-from models import build_language_model
+from models import build_language_model, to_full
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -58,7 +58,7 @@ def load(
 
 def read_state(model: nn.Module) -> dict[str, Tensor]:
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
-    full = {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach() for n, t in tensors}
+    full = {n: to_full(t).detach() for n, t in tensors}
     return {clean_name(name): tensor for name, tensor in full.items()}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import Parent, Stack, build_image_model, build_language_model, compute_loss, make_tokens
+from models import Parent, Stack, build_image_model, build_language_model, compute_loss, make_tokens, to_full
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -41,7 +41,7 @@ def shard(
 def read_state(model: nn.Module) -> dict[str, Tensor]:
     """Return all parameters and buffers in full, also those outside the state dict."""
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
-    return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for n, t in tensors}
+    return {n: to_full(t).detach().clone() for n, t in tensors}
 
 
 def list_unequal(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:

@@ -30,7 +30,7 @@ from lit_fsdp.sharding.cpu_offload import CPUOffload, count_pinned_rounding
 from lit_fsdp.sharding.low_bit import count_gather_scratch, count_reduce_scratch
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
 from lit_fsdp.sharding.settings import Settings
-from lit_fsdp.sharding.shard import check_wire, is_gathered_again
+from lit_fsdp.sharding.shard import check_wire, is_gathered_again, is_left_whole
 from lit_fsdp.sharding.torch_internals import KEEPS_LAST_GRADIENT
 from lit_fsdp.sharding.wrap import Unit, count_shard_bytes, iterate_blocks
 
@@ -116,10 +116,14 @@ def estimate_step(
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
     state, temporary = _measure_optimizer(parameters, model.optimizer, shards, device_type=device_type)
     on_device = settings.cpu_offload is None
+    sharded, reduce = parameters, _get_reduce_dtype(parameters, dtypes)
+    if ranks.world_size == 1 and on_device:
+        compute = dtypes.build_policy().param_dtype
+        sharded = {n: p for n, p in parameters.items() if not is_left_whole(p, compute, settings.sharding)}
     walk = Walk(
         tape=tape,
-        units=_measure_units(parameters, units, settings, dtypes, num_shards=shards),
-        owners={name: i for i, unit in enumerate(units) for name in unit.parameters},
+        units=_measure_units(sharded, units, settings, dtypes, reduce=reduce, num_shards=shards),
+        owners={name: i for i, unit in enumerate(units) for name in unit.parameters if name in sharded},
         settings=_describe_walk(settings, dtypes, parameters, (replicas, shards), num_micro_batches),
         fixed={
             "parameters": buffers + own * on_device,
@@ -205,16 +209,18 @@ def _measure_units(
     settings: Settings,
     dtypes: MixedPrecision,
     *,
+    reduce: torch.dtype,
     num_shards: int,
 ) -> list[UnitSizes]:
-    compute, reduce = dtypes.build_policy().param_dtype, _get_reduce_dtype(parameters, dtypes)
+    compute = dtypes.build_policy().param_dtype
     reshard, gather_bits, reduce_bits = (
         getattr(settings.sharding, name) for name in ("reshard_after_forward", "gather_bits", "reduce_bits")
     )
     first = next((i for i, unit in enumerate(plan) if unit.num_trainable), len(plan))
     sizes = []
     for i, unit in enumerate(plan):
-        own = [parameters[name] for name in unit.parameters]
+        names = [name for name in unit.parameters if name in parameters]
+        own = [parameters[name] for name in names]
         gathered = count_gathered_bytes(own, compute, num_shards)
         cast = count_gathered_bytes((p for p in own if get_gather_dtype(p, compute) != p.dtype), compute, num_shards)
         trained = [(p, pad_numel(p, num_shards)) for p in own if p.requires_grad]
@@ -222,7 +228,7 @@ def _measure_units(
         gradient = sum(padded // num_shards * p.element_size() for p, padded in trained)
         num_gathered = sum(pad_numel(p, num_shards) for p in own) // num_shards
         packs = num_shards > 1
-        last = _find_last([name for name in unit.parameters if parameters[name].requires_grad], unit.names[-1])
+        last = _find_last([name for name in names if parameters[name].requires_grad], unit.names[-1])
         last_gradient = parameters[last].numel() * (compute or parameters[last].dtype).itemsize if last else 0
         reshards = unit.kind in ("block", "embedding") and reshard is not False
         kept = gathered // reshard if reshards and not isinstance(reshard, bool) else 0
@@ -243,7 +249,7 @@ def _measure_units(
                 is_embedding=unit.kind == "embedding",
                 is_idle=unit.kind == "idle",
                 is_reached=i >= first,
-                num_parameters=len(unit.parameters),
+                num_parameters=len(own),
                 gather_scratch=count_gather_scratch(num_gathered, num_shards) if packs and gather_bits else 0,
                 reduce_scratch=(
                     count_reduce_scratch(numel // num_shards, num_shards, reduce_bits) if packs and reduce_bits else 0

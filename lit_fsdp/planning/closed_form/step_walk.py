@@ -85,7 +85,7 @@ class Walk:
 
     tape: Tape
     units: Sequence[UnitSizes]
-    owners: Mapping[str, int]  # the unit of each parameter, by name
+    owners: Mapping[str, int]  # the unit of each parameter that is sharded, by name
     settings: WalkSettings
     fixed: Mapping[Kind, int]  # what is there throughout
     moments: list[Moment] = field(default_factory=list)
@@ -412,7 +412,7 @@ class Walk:
 
     def _end_backward(self, index: int) -> None:
         unit = self.units[index]
-        names = [name for name in self._unreduced if self.owners[name] == index]
+        names = [name for name in self._unreduced if self.owners.get(name) == index]
         self._enter("backward", f"{unit.label}, reduced" if self._is_reducing else unit.label)
         self._reshard(index)
         if not self._is_reducing:

@@ -188,13 +188,13 @@ def test_the_optimizer_state_has_its_bytes_per_parameter(optimizer: Any, num_byt
     assert state / count == pytest.approx(num_bytes, rel=0.15 if num_bytes < 1 else 0.002)
 
 
-def test_one_billion_parameters_reach_21_gb_at_2300_tokens() -> None:
+def test_one_billion_parameters_reach_20_7_gb_at_2300_tokens() -> None:
     sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 18}
     sizes |= {"num_attention_heads": 16, "num_key_value_heads": 16}
     short, long = (estimate_lm(Model(**{**LARGE, **sizes}), length=length) for length in (1024, 2300))
     assert count_states(short) == pytest.approx(16.9, abs=0.1)
-    assert short.peak.num_bytes / 1e9 == pytest.approx(17.2, abs=0.1)
-    assert long.peak.num_bytes / 1e9 == pytest.approx(21.0, abs=0.1)
+    assert short.peak.num_bytes / 1e9 == pytest.approx(16.9, abs=0.1)  # as the optimizer steps
+    assert long.peak.num_bytes / 1e9 == pytest.approx(20.7, abs=0.1)
 
 
 def test_ten_billion_parameters_have_160_gb_of_states() -> None:
