@@ -8,7 +8,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -257,7 +257,8 @@ def _add_ends(modules: dict[str, nn.Module], found: Iterable[Unit], wrap: Wrap) 
     heads = _find_ends(modules, "", "get_output_embeddings")
     kinds: dict[str, Kind] = dict.fromkeys(heads, "head")
     kinds |= dict.fromkeys(embeddings, "embedding")
-    found += [Unit(names=(name,), kind=kind) for name, kind in kinds.items() if _find_owner(f"{name}.", found) is None]
+    owners = _number_owners(found)
+    found += [Unit(names=(name,), kind=kind) for name, kind in kinds.items() if _find_owner(f"{name}.", owners) is None]
     order = {name: i for i, name in enumerate(modules)}
     return sorted(found, key=lambda unit: order[unit.names[0]])
 
@@ -266,7 +267,7 @@ def _tell_embeddings(found: list[Unit], inputs: Sequence[str], *, keeps: bool) -
     """Tell what embeds the inputs from blocks, among which Transformers names it: nothing repeats or recomputes it."""
     names = [name for unit in found for name in unit.names]
     around = {n for n in names if any(f"{end}.".startswith(f"{n}.") for end in inputs)}
-    around -= {n for n in names if any(other.startswith(f"{n}.") for other in names)}  # holds the blocks as well
+    around = {n for n in around if not any(other.startswith(f"{n}.") for other in names)}  # holds the blocks as well
     if not any(unit.kind == "block" and not set(unit.names) & around for unit in found):
         return found  # no blocks beside it: they may be inside
     told = [replace(u, kind="embedding") if u.kind == "block" and set(u.names) & around else u for u in found]
@@ -293,30 +294,38 @@ def _has_parameters(module: nn.Module) -> bool:
 
 def _drop_shared(model: nn.Module, units: list[Unit]) -> list[Unit]:
     """Leave out embeddings and heads that share a parameter with another unit, and all blocks that do."""
+    numbers = _number_owners(units)
     owners: dict[int, set[int]] = {}
     # Not named_parameters(remove_duplicate=False): it also lists a module again that has two names.
     for name, module in model.named_modules():
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            owner = _find_owner(f"{name}.{key}" if name else key, units)
+            owner = _find_owner(f"{name}.{key}" if name else key, numbers)
             owners.setdefault(id(parameter), set()).add(-1 if owner is None else owner)
     shared = {i for indices in owners.values() if len(indices) > 1 for i in indices}
     return [unit for i, unit in enumerate(units) if i not in shared]
 
 
-def _find_owner(parameter: str, units: Sequence[Unit]) -> int | None:
-    """Return the index of the innermost unit around a parameter."""
-    best: tuple[int, int] | None = None
-    for i, unit in enumerate(units):
-        for name in unit.names:
-            if (not name or parameter.startswith(f"{name}.")) and (best is None or len(name) > best[0]):
-                best = (len(name), i)
-    return None if best is None else best[1]
+def iterate_around(name: str) -> Iterator[str]:
+    """Yield the names of the modules around a parameter or module, the innermost first and the root, ``""``, last."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _number_owners(units: Sequence[Unit]) -> dict[str, int]:
+    return {name: i for i, unit in enumerate(units) for name in unit.names}
+
+
+def _find_owner(parameter: str, owners: Mapping[str, int]) -> int | None:
+    """Return the index of the innermost unit around a parameter; ``owners`` gives those of units by their names."""
+    return next((owners[name] for name in iterate_around(parameter) if name in owners), None)
 
 
 def _count_parameters(model: nn.Module, units: list[Unit]) -> list[Unit]:
     parts: list[list[tuple[str, nn.Parameter]]] = [[] for _ in units]
+    owners = _number_owners(units)
     for name, parameter in model.named_parameters():
-        owner = _find_owner(name, units)
+        owner = _find_owner(name, owners)
         assert owner is not None  # the root holds everything
         parts[owner].append((name, parameter))
     return [

@@ -34,7 +34,7 @@ from lit_fsdp.planning.closed_form.reader import (
     list_filled,
 )
 from lit_fsdp.planning.closed_form.tape import FLOAT32, INDEX, Tape
-from lit_fsdp.sharding.wrap import Unit, iterate_blocks
+from lit_fsdp.sharding.wrap import Unit, iterate_around, iterate_blocks
 
 _OWN_MASK = r"\battention_mask = torch\.ones"  # which only its values could tell to be none
 _DROPOUTS = ("drop", "emb_dropout", "embed_dropout", "embedding_dropout", "dropout")  # of embeddings
@@ -58,7 +58,7 @@ class ModelReader:
     blocks: list[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.blocks = list(iterate_blocks(self.plan))
+        self.blocks = {name: i for i, name in enumerate(iterate_blocks(self.plan))}
         self._names = {id(module): name for name, module in self.model.named_modules()}
         self._units = {name: i for i, unit in enumerate(self.plan) for name in unit.names}
         self._root = next(i for i, unit in enumerate(self.plan) if unit.kind == "root")
@@ -80,7 +80,7 @@ class ModelReader:
         if not self.blocks:
             raise UnreadableModuleError(type(self.model).__name__, "no blocks")
         for unit in self.plan:
-            if inner := [n for n in unit.names if any(n.startswith(f"{block}.") for block in self.blocks)]:
+            if inner := [n for n in unit.names if any(around in self.blocks for around in iterate_around(n))]:
                 raise UnreadableModuleError(inner[0], "a unit inside a block")
         tape.mark("enter_unit", self._root, tape.add_value(0))
         read_own: Any = getattr(self.model, "read_step", None)
@@ -122,11 +122,11 @@ class ModelReader:
         given = x if reader.context is None or tape.needs_grad[x] else reader.context.value
         with self.unit(name, given) as leave:
             if is_recomputed:
-                tape.mark("enter_block", self.blocks.index(name), x)
+                tape.mark("enter_block", self.blocks[name], x)
             with tape.part("residual stream"):
                 y = read_block(reader, name, self.model.get_submodule(name), x)
             if is_recomputed:
-                tape.mark("leave_block", self.blocks.index(name), y)
+                tape.mark("leave_block", self.blocks[name], y)
             leave(y)
         tape.release(x)  # by who called it
         return y
