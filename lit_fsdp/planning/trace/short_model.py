@@ -86,16 +86,22 @@ def shorten_model(module: nn.Module, stacks: Sequence[Stack]) -> None:
 
 
 def _iterate_stacks(module: nn.Module, names: Sequence[str]) -> Iterator[tuple[str, list[nn.Module]]]:
-    """Yield the outermost lists of which every element is a unit, or holds one."""
+    """Yield the outermost lists of which every element is a unit, or all it has is in units inside."""
     found: list[str] = []
     for name, child in module.named_modules():
         is_list = isinstance(child, nn.ModuleList | nn.Sequential) and len(child) >= _MIN_DEPTH
         if not name or not is_list or any(name.startswith(f"{outer}.") for outer in found):
             continue
         elements = [f"{name}.{i}" for i in range(len(child))]
-        if all(any(unit == e or unit.startswith(f"{e}.") for unit in names) for e in elements):
+        if all(_is_in_units(e, block, names) for e, block in zip(elements, child, strict=True)):
             found.append(name)
             yield name, list(child)
+
+
+def _is_in_units(name: str, element: nn.Module, names: Sequence[str]) -> bool:
+    inside = tuple(f"{unit}." for unit in names if unit == name or unit.startswith(f"{name}."))
+    own = (key for held in (element.named_parameters(), element.named_buffers()) for key, _ in held)
+    return bool(inside) and all(f"{name}.{key}".startswith(inside) for key in own)
 
 
 def _tell_kinds(
