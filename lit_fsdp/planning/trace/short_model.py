@@ -30,6 +30,7 @@ class Stack:
     Args:
         name: Of the list.
         depth: How many blocks it has.
+        kinds: The number of the kind of each block, alike or not in its neighbours.
         kept: Numbers of those that are kept.
         templates: For each block that is left out, the place among the kept of one that stands for it.
         twins: Places of two kept blocks, each of which could stand for the other.
@@ -38,6 +39,7 @@ class Stack:
 
     name: str
     depth: int
+    kinds: Sequence[int]
     kept: Sequence[int]
     templates: Mapping[int, int]
     twins: Sequence[tuple[int, int]]
@@ -190,6 +192,7 @@ def _shorten(name: str, kinds: Sequence[Hashable], reach: int) -> Stack | None:
     return Stack(
         name=name,
         depth=len(kinds),
+        kinds=[numbers[kind] for kind in kinds],
         kept=kept,
         templates={i: places[contexts[i]][-1] for i in range(len(kinds)) if i not in kept},
         twins=[(place[0], other) for place in places.values() for other in place[1:]],

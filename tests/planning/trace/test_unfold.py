@@ -112,6 +112,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model_type": "gptj", "rotary_dim": 16},
         {"world_size": 2, "activation_checkpointing": ActivationCheckpointing(mode="full")},
     ),
+    "masks that recomputed blocks share": (
+        {"model_type": "olmo3", "depth": 16, "layer_types": SLIDING * 4, "sliding_window": 8},
+        {"world_size": 2, "activation_checkpointing": ActivationCheckpointing(mode="full")},
+    ),
 }
 
 
