@@ -19,7 +19,7 @@ from torch import nn
 from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.wrap import Unit, iterate_blocks
 
-_NUMBER = re.compile("idx|index|layer|depth|number")  # in names of what says which block it is
+_NUMBER = re.compile("idx|index|layer|depth|number|seed")  # in names of what says which block it is
 _MIN_DEPTH = 5  # of a stack that is worth shortening
 
 
@@ -110,16 +110,33 @@ def _tell_kinds(
     module: nn.Module, name: str, blocks: Sequence[nn.Module], recomputed: set[str], reached: set[str]
 ) -> list[Hashable]:
     layer_types = _find_layer_types(module, name, len(blocks))
+    numbers = _list_numbers(blocks)
     kinds: list[Hashable] = []
     for i, block in enumerate(blocks):
         path = f"{name}.{i}"
         marks = tuple(sorted(r.removeprefix(path) for r in recomputed if r == path or r.startswith(f"{path}.")))
-        kinds.append((_describe(block, i), marks, path in reached, layer_types[i] if layer_types else None))
+        kinds.append((_describe(block, numbers), marks, path in reached, layer_types[i] if layer_types else None))
     return kinds
 
 
-def _describe(block: nn.Module, number: int) -> Hashable:
-    """Return what makes a block of the kind it is: classes, shapes, what trains, and settings but for its number."""
+def _list_numbers(blocks: Sequence[nn.Module]) -> set[tuple[str, str]]:
+    """Return the modules and attributes that say which block it is: their numbers rise evenly from block to block."""
+    found: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    for i, block in enumerate(blocks):
+        for name, child in block.named_modules():
+            for key, value in vars(child).items():
+                if type(value) is int and _NUMBER.search(key):
+                    found.setdefault((name, key), []).append((i, value))
+    return {place for place, points in found.items() if _rise_evenly(points)}
+
+
+def _rise_evenly(points: Sequence[tuple[int, int]]) -> bool:
+    (first, low), (last, high) = points[0], points[-1]
+    return high > low and all((value - low) * (last - first) == (high - low) * (i - first) for i, value in points)
+
+
+def _describe(block: nn.Module, numbers: set[tuple[str, str]]) -> Hashable:
+    """Return what makes a block of the kind it is: classes, shapes, what trains, and settings but for its numbers."""
     parts: list[Any] = []
     for name, child in block.named_modules():
         parts.append((name, type(child)))
@@ -127,8 +144,7 @@ def _describe(block: nn.Module, number: int) -> Hashable:
             if isinstance(value, float):  # such as what is dropped, which may grow with depth
                 parts.append((key, bool(value)))
             elif isinstance(value, int | str | None):
-                is_number = type(value) is int and value in (number, number + 1) and _NUMBER.search(key)
-                parts.append((key, None if is_number else value))
+                parts.append((key, None if (name, key) in numbers else value))
     for name, p in block.named_parameters(remove_duplicate=False):
         parts.append((name, type(p), tuple(p.shape), p.dtype, p.requires_grad))
     parts += [(name, tuple(b.shape), b.dtype) for name, b in block.named_buffers(remove_duplicate=False)]

@@ -67,10 +67,13 @@ class Row(nn.Module):
         return x
 
 
-def list_kept(numbers: Sequence[int]) -> list[int]:
-    """Return which blocks of a stack are kept, whose kinds are given."""
+def list_kept(numbers: Sequence[int], **attributes: Sequence[int]) -> list[int]:
+    """Return which blocks of a stack are kept, whose kinds and attributes are given."""
     module = nn.Module()
     module.layers = nn.ModuleList(nn.Linear(8, 8 + number, device="meta") for number in numbers)
+    for name, values in attributes.items():
+        for layer, value in zip(module.layers, values, strict=True):
+            setattr(layer, name, value)
     settings = Settings(wrap=Wrap(policy="module_classes", module_classes=("Linear",)))
     stacks = choose_stacks(module, plan_module(module, settings.wrap), settings, reach=1)
     return list(stacks[0].kept) if stacks else list(range(len(numbers)))
@@ -83,6 +86,12 @@ def test_every_block_with_other_neighbours_is_kept_once_and_the_most_frequent_tw
     assert len(windows) <= 12
     assert list_kept([1, *[0] * 45])[:2] == [0, 1]  # a dense block before those with experts
     assert list_kept(list(range(9))) == list(range(9))
+
+
+def test_numbers_that_rise_evenly_from_block_to_block_do_not_tell_them_apart() -> None:
+    assert len(list_kept([0] * 20, residual_idx=range(1, 41, 2), seed=range(20))) == 4
+    assert len(list_kept([0] * 8, layer_idx=[0, 1, 2, 3, 5, 8, 13, 21])) == 8
+    assert len(list_kept([0] * 8, window=range(8))) == 8  # a setting, whatever it is
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
