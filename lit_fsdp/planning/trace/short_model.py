@@ -135,6 +135,11 @@ def _rise_evenly(points: Sequence[tuple[int, int]]) -> bool:
     return high > low and all((value - low) * (last - first) == (high - low) * (i - first) for i, value in points)
 
 
+def _are_numbers(values: Sequence[Any]) -> bool:
+    """Whether a list has the numbers of the blocks themselves, such as those with experts where that is all."""
+    return all(type(value) is int for value in values) and _rise_evenly(list(enumerate(values)))
+
+
 def _describe(block: nn.Module, numbers: set[tuple[str, str]]) -> Hashable:
     """Return what makes a block of the kind it is: classes, shapes, what trains, and settings but for its numbers."""
     parts: list[Any] = []
@@ -167,7 +172,8 @@ def _find_layer_types(module: nn.Module, name: str, depth: int) -> Sequence[Hash
     columns = []
     for owner in map(module.get_submodule, names):
         for holder in (owner, getattr(owner, "config", None)):
-            columns += [tuple(value) for _, value in _iterate_per_block(holder, depth)]
+            lists = [tuple(value) for _, value in _iterate_per_block(holder, depth)]
+            columns += [value for value in lists if not _are_numbers(value)]
     return list(zip(*columns, strict=True)) if columns else None
 
 

@@ -92,6 +92,9 @@ def test_numbers_that_rise_evenly_from_block_to_block_do_not_tell_them_apart() -
     assert len(list_kept([0] * 20, residual_idx=range(1, 41, 2), seed=range(20))) == 4
     assert len(list_kept([0] * 8, layer_idx=[0, 1, 2, 3, 5, 8, 13, 21])) == 8
     assert len(list_kept([0] * 8, window=range(8))) == 8  # a setting, whatever it is
+    model = Model("llama4_text", depth=32)  # its configuration lists the blocks with experts: all of them
+    stacks = choose_stacks(model, plan_module(model, Wrap()), Settings(), reach=1)
+    assert [len(stack.kept) for stack in stacks] == [8]
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
