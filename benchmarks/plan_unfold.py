@@ -50,7 +50,8 @@ SIZES |= {"num_key_value_heads": 2, "pad_token_id": 0}
 OTHERS: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 16},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
-    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2}},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
+    "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "dots1": {
         "n_routed_experts": 8,
         "num_experts_per_tok": 2,
@@ -73,7 +74,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "xlnet": {"d_head": 32},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
 }
-UNGROUPED: tuple[str, ...] = ("axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32")
+UNGROUPED: tuple[str, ...] = ("axk1", "axk2", "bailing_hybrid", "deepseek_v3", "deepseek_v32")
 UNGROUPED += ("dots3_note", "dots3_note_text", "glm4_moe_lite", "glm_moe_dsa")
 UNGROUPED += ("kimi_linear", "longcat_flash", "minicpm3", "youtu")
 OTHERS |= {name: {"num_key_value_heads": 4} for name in UNGROUPED}
