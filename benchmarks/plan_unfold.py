@@ -50,8 +50,7 @@ SIZES |= {"num_key_value_heads": 2, "pad_token_id": 0}
 OTHERS: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 16},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
-    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
-    "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
     "dots1": {
         "n_routed_experts": 8,
         "num_experts_per_tok": 2,
