@@ -65,9 +65,21 @@ def measure_states(
     return dict(num_bytes)
 
 
-def name_units(plan: Sequence[Unit]) -> dict[str, str]:
-    """Return the name of the unit that holds each parameter, by the parameter's name."""
-    return {name: label_unit(unit) for unit in plan for name in unit.parameters}
+def name_units(model: nn.Module, plan: Sequence[Unit]) -> dict[str, str]:
+    """Return the name of the unit that holds each parameter and buffer, by the name of these.
+
+    Buffers of the root are left out, and those whose memory several units share.
+    """
+    names = {name: label_unit(unit) for unit in plan for name in unit.parameters}
+    modules = {name: label_unit(unit) for unit in plan for name in unit.names if name}
+    holders: dict[int, dict[str, str]] = defaultdict(dict)  # of each memory: its buffers, and the unit of each
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        innermost = max((n for n in modules if name.startswith(f"{n}.")), key=len, default="")
+        holders[_get_local(buffer).untyped_storage()._cdata][name] = modules.get(innermost, "")
+    for units in holders.values():
+        if len(set(units.values())) == 1:
+            names.update((name, unit) for name, unit in units.items() if unit)
+    return names
 
 
 def label_unit(unit: Unit) -> str:

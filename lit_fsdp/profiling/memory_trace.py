@@ -77,7 +77,7 @@ class MemoryTrace(TorchDispatchMode):
         self._size_on_host: Callable[[int], int] | None = None  # of what is allocated on the host now
         self._model, self._optimizers = model, list(optimizers)
         self._device = device
-        self._owners = name_units(plan)
+        self._owners = name_units(model, plan)
         self._labels = {name: label_unit(unit) for unit in plan for name in unit.names if unit.kind != "root"}
         self._blocks: dict[int, _Block] = {}
         self._num_storages = 0

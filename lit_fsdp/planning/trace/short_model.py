@@ -19,7 +19,7 @@ from torch import nn
 from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.wrap import Unit, iterate_blocks
 
-_NUMBER = re.compile("idx|index|layer|depth|number")  # in names of what says which block it is
+_NUMBER = re.compile("idx|index|layer|depth|number|seed")  # in names of what says which block it is
 _MIN_DEPTH = 5  # of a stack that is worth shortening
 
 
@@ -30,6 +30,7 @@ class Stack:
     Args:
         name: Of the list.
         depth: How many blocks it has.
+        kinds: The number of the kind of each block, alike or not in its neighbours.
         kept: Numbers of those that are kept.
         templates: For each block that is left out, the place among the kept of one that stands for it.
         twins: Places of two kept blocks, each of which could stand for the other.
@@ -38,6 +39,7 @@ class Stack:
 
     name: str
     depth: int
+    kinds: Sequence[int]
     kept: Sequence[int]
     templates: Mapping[int, int]
     twins: Sequence[tuple[int, int]]
@@ -86,32 +88,60 @@ def shorten_model(module: nn.Module, stacks: Sequence[Stack]) -> None:
 
 
 def _iterate_stacks(module: nn.Module, names: Sequence[str]) -> Iterator[tuple[str, list[nn.Module]]]:
-    """Yield the outermost lists of which every element is a unit, or holds one."""
+    """Yield the outermost lists of which every element is a unit, or all it has is in units inside."""
     found: list[str] = []
     for name, child in module.named_modules():
         is_list = isinstance(child, nn.ModuleList | nn.Sequential) and len(child) >= _MIN_DEPTH
         if not name or not is_list or any(name.startswith(f"{outer}.") for outer in found):
             continue
         elements = [f"{name}.{i}" for i in range(len(child))]
-        if all(any(unit == e or unit.startswith(f"{e}.") for unit in names) for e in elements):
+        if all(_is_in_units(e, block, names) for e, block in zip(elements, child, strict=True)):
             found.append(name)
             yield name, list(child)
+
+
+def _is_in_units(name: str, element: nn.Module, names: Sequence[str]) -> bool:
+    inside = tuple(f"{unit}." for unit in names if unit == name or unit.startswith(f"{name}."))
+    own = (key for held in (element.named_parameters(), element.named_buffers()) for key, _ in held)
+    return bool(inside) and all(f"{name}.{key}".startswith(inside) for key in own)
 
 
 def _tell_kinds(
     module: nn.Module, name: str, blocks: Sequence[nn.Module], recomputed: set[str], reached: set[str]
 ) -> list[Hashable]:
     layer_types = _find_layer_types(module, name, len(blocks))
+    numbers = _list_numbers(blocks)
     kinds: list[Hashable] = []
     for i, block in enumerate(blocks):
         path = f"{name}.{i}"
         marks = tuple(sorted(r.removeprefix(path) for r in recomputed if r == path or r.startswith(f"{path}.")))
-        kinds.append((_describe(block, i), marks, path in reached, layer_types[i] if layer_types else None))
+        kinds.append((_describe(block, numbers), marks, path in reached, layer_types[i] if layer_types else None))
     return kinds
 
 
-def _describe(block: nn.Module, number: int) -> Hashable:
-    """Return what makes a block of the kind it is: classes, shapes, what trains, and settings but for its number."""
+def _list_numbers(blocks: Sequence[nn.Module]) -> set[tuple[str, str]]:
+    """Return the modules and attributes that say which block it is: their numbers rise evenly from block to block."""
+    found: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    for i, block in enumerate(blocks):
+        for name, child in block.named_modules():
+            for key, value in vars(child).items():
+                if type(value) is int and _NUMBER.search(key):
+                    found.setdefault((name, key), []).append((i, value))
+    return {place for place, points in found.items() if _rise_evenly(points)}
+
+
+def _rise_evenly(points: Sequence[tuple[int, int]]) -> bool:
+    (first, low), (last, high) = points[0], points[-1]
+    return high > low and all((value - low) * (last - first) == (high - low) * (i - first) for i, value in points)
+
+
+def _are_numbers(values: Sequence[Any]) -> bool:
+    """Whether a list has the numbers of the blocks themselves, such as those with experts where that is all."""
+    return all(type(value) is int for value in values) and _rise_evenly(list(enumerate(values)))
+
+
+def _describe(block: nn.Module, numbers: set[tuple[str, str]]) -> Hashable:
+    """Return what makes a block of the kind it is: classes, shapes, what trains, and settings but for its numbers."""
     parts: list[Any] = []
     for name, child in block.named_modules():
         parts.append((name, type(child)))
@@ -119,8 +149,7 @@ def _describe(block: nn.Module, number: int) -> Hashable:
             if isinstance(value, float):  # such as what is dropped, which may grow with depth
                 parts.append((key, bool(value)))
             elif isinstance(value, int | str | None):
-                is_number = type(value) is int and value in (number, number + 1) and _NUMBER.search(key)
-                parts.append((key, None if is_number else value))
+                parts.append((key, None if (name, key) in numbers else value))
     for name, p in block.named_parameters(remove_duplicate=False):
         parts.append((name, type(p), tuple(p.shape), p.dtype, p.requires_grad))
     parts += [(name, tuple(b.shape), b.dtype) for name, b in block.named_buffers(remove_duplicate=False)]
@@ -143,7 +172,8 @@ def _find_layer_types(module: nn.Module, name: str, depth: int) -> Sequence[Hash
     columns = []
     for owner in map(module.get_submodule, names):
         for holder in (owner, getattr(owner, "config", None)):
-            columns += [tuple(value) for _, value in _iterate_per_block(holder, depth)]
+            lists = [tuple(value) for _, value in _iterate_per_block(holder, depth)]
+            columns += [value for value in lists if not _are_numbers(value)]
     return list(zip(*columns, strict=True)) if columns else None
 
 
@@ -184,6 +214,7 @@ def _shorten(name: str, kinds: Sequence[Hashable], reach: int) -> Stack | None:
     return Stack(
         name=name,
         depth=len(kinds),
+        kinds=[numbers[kind] for kind in kinds],
         kept=kept,
         templates={i: places[contexts[i]][-1] for i in range(len(kinds)) if i not in kept},
         twins=[(place[0], other) for place in places.values() for other in place[1:]],

@@ -90,6 +90,8 @@ class _Unfolding:
                 self._copies.setdefault((s, place), []).append(i)
         self._pieces = list(self._cut(work))
         self._by_turn = {(p.stack, p.place, p.mark.is_backward, p.turn): p for p in self._pieces if p.stack >= 0}
+        self._moved: dict[tuple[int, int, bool, int], list[MemoryEvent]] = {}  # by stack, number, direction and turn
+        self._gone_once = frozenset(self._find_gone_once())
         self._out = _Unfolded()
 
     def run(self) -> _Unfolded:
@@ -107,13 +109,13 @@ class _Unfolding:
                 out.phases.append((piece.mark.name, len(out.units)))
             if piece.stack >= 0:
                 for template, i in self._list_missing(piece):
-                    self._put_piece(template, self._shift_to(template, i))
+                    self._put_piece(template, self._shift_to(template, i), number=i)
                     out.work = [a + b for a, b in zip(out.work, template.work, strict=False)]
             if piece.phase == "optimizer":
                 self._put_optimizer(piece)
             elif piece.stack >= 0:
                 number = self._stacks[piece.stack].kept[piece.place]
-                self._put_piece(piece, self._shift_to(piece, number), is_own=True)
+                self._put_piece(piece, self._shift_to(piece, number), number=number, is_own=True)
             else:
                 self._put_piece(piece, self._relabel_in_place, is_own=True)
         return out
@@ -150,17 +152,54 @@ class _Unfolding:
             if (template := self._by_turn.get(key)) is not None:
                 yield template, i
 
-    def _put_piece(self, piece: _Piece, relabel: Relabel, *, is_own: bool = False) -> None:
+    def _find_gone_once(self) -> Iterator[int]:
+        """Yield what goes in a block and came from outside of all that is repeated, such as a mask that blocks share.
+
+        It goes with the last of them: in the whole model that is the last block of the same kind.
+        """
+        makers: dict[int, _Piece] = {}
+        for piece in self._pieces:
+            for i in piece.events:
+                event = self._log.events[i]
+                if event.num_bytes > 0 and not event.is_renamed:
+                    makers.setdefault(event.storage, piece)
+                elif piece.stack >= 0 and not event.is_renamed and self._came_once(makers.get(event.storage), piece):
+                    last = self._find_last_alike(piece)
+                    if last is not None:
+                        moved = event._replace(operator=event.operator - piece.operators.start)
+                        key = (piece.stack, last, piece.mark.is_backward, piece.turn)
+                        self._moved.setdefault(key, []).append(moved)
+                        yield i
+
+    def _came_once(self, maker: _Piece | None, piece: _Piece) -> bool:
+        if maker is None:  # before the step
+            return False
+        is_near = maker.stack == piece.stack and abs(maker.place - piece.place) <= self._stacks[piece.stack].reach
+        return not is_near and (maker.stack, maker.place) not in self._copies
+
+    def _find_last_alike(self, piece: _Piece) -> int | None:
+        """Return which block of the whole is the last to run of those of its kind, if of the kept ones it is itself."""
+        stack, choose = self._stacks[piece.stack], min if piece.mark.is_backward else max
+        kind = stack.kinds[stack.kept[piece.place]]
+        if choose(i for i in stack.kept if stack.kinds[i] == kind) != stack.kept[piece.place]:
+            return None
+        return choose(i for i in range(stack.depth) if stack.kinds[i] == kind)
+
+    def _put_piece(self, piece: _Piece, relabel: Relabel, *, number: int = -1, is_own: bool = False) -> None:
         base = len(self._out.units) - piece.operators.start
         self._put_events(piece.events, base, relabel, copies=is_own, piece=piece)
+        for event in self._moved.get((piece.stack, number, piece.mark.is_backward, piece.turn), []):
+            self._put(event, len(self._out.units), self._relabel_in_place, copies=False)
         self._out.units += [relabel(self._log.units[i]) for i in piece.operators]
         self._out.exchanges.append(range(piece.mark.work[4], piece.mark.work[4] + piece.work[4]))
 
     def _put_events(
         self, numbers: range, base: int, relabel: Relabel, *, copies: bool, piece: _Piece | None = None
     ) -> None:
-        for event in self._log.events[numbers.start : numbers.stop]:
-            self._put(event, base, relabel, copies=copies and self._is_of_all(event, piece))
+        for i in numbers:
+            if i not in self._gone_once:
+                event = self._log.events[i]
+                self._put(event, base, relabel, copies=copies and self._is_of_all(event, piece))
 
     def _put(self, event: MemoryEvent, base: int, relabel: Relabel, *, copies: bool) -> None:
         moved = event._replace(operator=event.operator + base)
@@ -224,8 +263,10 @@ class _Unfolding:
         columns = []
         for piece in (first, other):
             changes: Counter[tuple[int, str, bool]] = Counter()
-            for event in self._log.events[piece.events.start : piece.events.stop]:
-                changes[event.operator - piece.operators.start, event.kind, event.is_on_host] += event.num_bytes
+            for i in piece.events:
+                event = self._log.events[i]
+                if i not in self._gone_once:
+                    changes[event.operator - piece.operators.start, event.kind, event.is_on_host] += event.num_bytes
             columns.append({key: change for key, change in changes.items() if change})
         return columns[0] != columns[1]
 
