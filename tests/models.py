@@ -24,6 +24,13 @@ LANGUAGE_MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {**_GATED, "num_local_experts": 4},
     "gpt_oss": {**_GATED, "num_local_experts": 4, "num_experts_per_tok": 2},
     "olmoe": {**_WIDTH, "intermediate_size": 64, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2},
+    "llama4_text": {
+        **_GATED,
+        "intermediate_size_mlp": 64,
+        "interleave_moe_layer_step": 1,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+    },
     "deepseek_v3": {
         **{key: value for key, value in _GATED.items() if key != "head_dim"},
         "num_key_value_heads": 4,

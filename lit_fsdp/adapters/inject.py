@@ -21,7 +21,13 @@ from transformers.pytorch_utils import Conv1D
 
 from lit_fsdp.adapters.layers import ADAPTER, clean_name, import_peft, iterate_adapters
 from lit_fsdp.adapters.lora import KEEPS_BASE, LoRA
-from lit_fsdp.quantization.layers import QuantizedLayer, is_experts, iterate_quantized
+from lit_fsdp.quantization.layers import (
+    QuantizedLayer,
+    QuantizedLinear,
+    is_experts,
+    is_linear,
+    iterate_quantized,
+)
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -151,7 +157,7 @@ def _resolve_targets(model: nn.Module, lora: LoRA) -> list[str]:
     if lora.target_modules == "all-linear":
         find_head: Any = getattr(model, "get_output_embeddings", lambda: None)
         head = find_head()
-        found = [n for n, m in names.items() if isinstance(m, nn.Linear | Conv1D) and m is not head]
+        found = [n for n, m in names.items() if m is not head and _is_linear(m)]
     elif isinstance(lora.target_modules, str):
         found = [name for name in names if re.fullmatch(lora.target_modules, name)]
     else:
@@ -159,6 +165,13 @@ def _resolve_targets(model: nn.Module, lora: LoRA) -> list[str]:
     if not found:
         raise ValueError(f"lora.target_modules: got {lora.target_modules!r}: no module of the model has such a name")
     return found
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether an adapter can be added to its output: some routers are linear layers that return a tuple."""
+    if not isinstance(module, nn.Linear) or isinstance(module, QuantizedLinear):
+        return isinstance(module, Conv1D | QuantizedLinear)
+    return type(module).forward is nn.Linear.forward or is_linear(type(module))
 
 
 def _resolve_parameters(model: nn.Module, lora: LoRA) -> list[str]:

@@ -168,7 +168,7 @@ def quantize_model(model: nn.Module, settings: Quantization, *, keep: Sequence[s
 def list_quantizable(model: nn.Module) -> dict[str, nn.Module]:
     """Return the layers of a model that could be quantized, by name."""
     kinds: dict[str, Any] = {name: type(module) for name, module in model.named_modules()}
-    return {n: m for n, m in model.named_modules() if _is_linear(kinds[n]) or is_experts(m)}
+    return {n: m for n, m in model.named_modules() if is_linear(kinds[n]) or is_experts(m)}
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -226,7 +226,7 @@ def _is_named(name: str, patterns: Sequence[str]) -> bool:
 
 
 @cache
-def _is_linear(kind: Any) -> bool:
+def is_linear(kind: Any) -> bool:
     """Whether layers of a class do what ``nn.Linear`` does: itself, and subclasses that only write it otherwise.
 
     Falcon's does. Those with a constructor of their own are left alone: they may hold more, or others read them.

@@ -48,13 +48,19 @@ def test_all_linear_means_all_but_the_head_and_what_is_trained_in_full(quantizat
     assert {id(p) for p in list_adapter_parameters(model)} == {id(p) for p in model.parameters() if p.requires_grad}
 
 
+SHARED = {"gate_proj", "up_proj", "down_proj"}  # of experts that see all tokens
+
+
 @pytest.mark.parametrize("quantization", [None, Quantization()])
-def test_experts_and_their_router_get_no_adapter(quantization: Quantization | None) -> None:
-    model = build_language_model("qwen3_moe", **{**WIDE, "moe_intermediate_size": 64})
+@pytest.mark.parametrize(("family", "others"), [("qwen3_moe", set()), ("llama4_text", SHARED)])
+def test_experts_and_their_router_get_no_adapter(
+    family: str, others: set[str], quantization: Quantization | None
+) -> None:
+    model = build_language_model(family, **{**WIDE, "moe_intermediate_size": 64})
     if quantization is not None:
         quantize_model(model, quantization)
     add_adapters(model, LoRA())
-    assert list_adapted(model) == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert list_adapted(model) == {"q_proj", "k_proj", "v_proj", "o_proj"} | others
 
 
 def test_only_adapters_train_in_their_own_dtype() -> None:

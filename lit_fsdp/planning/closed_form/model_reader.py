@@ -55,7 +55,7 @@ class ModelReader:
     plan: Sequence[Unit]
     recomputed: Sequence[str]
     reader: Reader
-    blocks: list[str] = field(init=False)
+    blocks: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.blocks = {name: i for i, name in enumerate(iterate_blocks(self.plan))}

@@ -120,6 +120,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model_type": "olmo3", "depth": 20, "layer_types": SLIDING * 5, "sliding_window": 8},
         {"world_size": 2, "cpu_offload": CPUOffload()},
     ),
+    "one rank": ({}, {"precision": "bf16-true", "world_size": 1}),
     "buffers in blocks": (
         {"model_type": "gptj", "rotary_dim": 16},
         {"world_size": 2, "activation_checkpointing": ActivationCheckpointing(mode="full")},
