@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers.pytorch_utils import Conv1D
@@ -157,7 +158,13 @@ def _resolve_targets(model: nn.Module, lora: LoRA) -> list[str]:
     if lora.target_modules == "all-linear":
         find_head: Any = getattr(model, "get_output_embeddings", lambda: None)
         head = find_head()
-        found = [n for n, m in names.items() if m is not head and _is_linear(m)]
+        linear = {n: m for n, m in names.items() if isinstance(m, nn.Linear | Conv1D) and m is not head}
+        found = [name for name, module in linear.items() if _takes_adapter(module)]
+        if left := [clean_name(name) for name, module in linear.items() if not _takes_adapter(module)]:
+            rank_zero_warn(
+                f"lora: no adapter for {', '.join(left[:3])}, {len(left)} in all: they may not be plain linear layers; "
+                "name them in target_modules if they are"
+            )
     elif isinstance(lora.target_modules, str):
         found = [name for name in names if re.fullmatch(lora.target_modules, name)]
     else:
@@ -167,11 +174,15 @@ def _resolve_targets(model: nn.Module, lora: LoRA) -> list[str]:
     return found
 
 
-def _is_linear(module: nn.Module) -> bool:
-    """Whether an adapter can be added to its output: some routers are linear layers that return a tuple."""
-    if not isinstance(module, nn.Linear) or isinstance(module, QuantizedLinear):
-        return isinstance(module, Conv1D | QuantizedLinear)
-    return type(module).forward is nn.Linear.forward or is_linear(type(module))
+def _takes_adapter(module: Any) -> bool:
+    """Whether the output is that of a linear layer, as that of Llama 4's router is not.
+
+    Not known of classes with a constructor and a ``forward`` of their own.
+    """
+    if isinstance(module, Conv1D | QuantizedLinear) or type(module).forward is nn.Linear.forward:
+        return True
+    kind: Any = type(module)
+    return is_linear(kind)
 
 
 def _resolve_parameters(model: nn.Module, lora: LoRA) -> list[str]:

@@ -23,9 +23,9 @@ class LoRA:
         r: Rank of the additions.
         alpha: They are multiplied by ``alpha / r``.
         dropout: Of the inputs of the additions.
-        target_modules: Which layers get one: ``all-linear`` for all linear layers but the output head, a list of names
-            or their last parts, or a string that is a regular expression of whole names. Fused experts of mixtures are
-            no layers: name their weights in ``target_parameters``.
+        target_modules: Which layers get one: ``all-linear`` for all linear layers but the output head and routers, a
+            list of names or their last parts, or a string that is a regular expression of whole names. Fused experts of
+            mixtures are no layers: name their weights in ``target_parameters``.
         target_parameters: Weights of fused experts that get one for each expert: names or their last parts, such as
             ``mlp.experts.gate_up_proj``. Needs ``dropout: 0``. With ``target_modules: []``, only these get one.
         exclude_modules: Names, or their last parts, that get none.

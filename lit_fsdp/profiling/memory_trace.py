@@ -289,10 +289,11 @@ class MemoryTrace(TorchDispatchMode):
     def _find_backward_unit(self, arguments: Any) -> None:
         if self._stack:  # recomputed
             return
+        kinds = ("gathered", "activations", *(("parameters",) if self._whole else ()))
         for tensor in tree_iter(arguments):
             if isinstance(tensor, Tensor):
                 block = self._blocks.get(tensor.untyped_storage()._cdata)
-                if block is not None and block.kind in ("gathered", "parameters", "activations"):
+                if block is not None and block.kind in kinds:
                     self._unit = block.unit
                     return
 

@@ -27,6 +27,7 @@ def shard_module(
     mesh: DeviceMesh,
     device: torch.device,
     is_whole: bool = True,
+    leaves_whole: bool = True,
     has_changing_lengths: bool = False,
     show: Callable[[list[Unit]], None] | None = None,
 ) -> list[Unit]:
@@ -39,6 +40,7 @@ def shard_module(
         mesh: From ``build_mesh``.
         device: Where the module will compute.
         is_whole: Shard the module as one root; otherwise each of its children.
+        leaves_whole: See ``shard_model``.
         has_changing_lengths: Whether rows are padded to another length in each batch, see ``compile_blocks``.
         show: Called with the units before anything is sharded.
     """
@@ -58,6 +60,12 @@ def shard_module(
     over = get_fsdp_mesh(mesh)
     for root, part in [(module, plan)] if is_whole else split_by_child(module, plan):
         shard_model(
-            root, part, mesh=over, sharding=settings.sharding, mp_policy=mp_policy, offload_policy=offload_policy
+            root,
+            part,
+            mesh=over,
+            sharding=settings.sharding,
+            mp_policy=mp_policy,
+            offload_policy=offload_policy,
+            leaves_whole=leaves_whole,
         )
     return plan

@@ -183,17 +183,19 @@ def shard_model(
     sharding: Sharding,
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy,
+    leaves_whole: bool = True,
 ) -> None:
     """Shard every unit of the plan in place, inner units first and the root last.
 
     Afterwards parameters are DTensors, on the meta device if they were before; on one rank, but those that
-    ``is_left_whole`` names. The dimensions of the mesh are ``("shard",)`` or ``("replicate", "shard")``.
+    ``is_left_whole`` names, unless ``leaves_whole`` is false. The dimensions of the mesh are ``("shard",)`` or
+    ``("replicate", "shard")``.
     """
     modules = dict(model.named_modules())
     _check_dtypes(model, plan)
     check_wire(model, plan, sharding, mp_policy)
     whole: set[nn.Parameter] = set()
-    if dist.get_world_size() == 1 and not isinstance(offload_policy, CPUOffloadPolicy):
+    if leaves_whole and dist.get_world_size() == 1 and not isinstance(offload_policy, CPUOffloadPolicy):
         whole = {p for p in model.parameters() if is_left_whole(p, mp_policy.param_dtype, sharding)}
     for parameter in whole:
         if not parameter.is_meta:  # those are made where they are needed
@@ -224,11 +226,11 @@ def shard_model(
 def is_left_whole(parameter: nn.Parameter, param_dtype: torch.dtype | None, sharding: Sharding) -> bool:
     """Whether one rank without offload computes with a parameter as it is stored: FSDP2 would copy it for each use.
 
-    Under ``no_sync`` FSDP2 adds gradients up in the dtype of reduction, so what is trained is left to it.
+    Under ``no_sync`` FSDP2 adds gradients up in the dtype of reduction, so what may ever train is left to it.
     """
-    if parameter.requires_grad and sharding.no_sync:
-        return False
-    return param_dtype is None or not parameter.is_floating_point() or parameter.dtype == param_dtype
+    if not parameter.is_floating_point():
+        return True
+    return not sharding.no_sync and param_dtype in (None, parameter.dtype)
 
 
 def check_wire(model: nn.Module, plan: Sequence[Unit], sharding: Sharding, mp_policy: MixedPrecisionPolicy) -> None:

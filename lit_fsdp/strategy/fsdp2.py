@@ -503,7 +503,8 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         )
         forget_whole(module)
         warn_of_hooks(module)
-        if limited := _list_limited(module):
+        limited = _list_limited(module)
+        if limited := [n for n in limited if isinstance(module.get_parameter(f"{n}.weight"), DTensor)]:
             rank_zero.rank_zero_warn(
                 f"max_norm of {join_names(limited)} has no lasting effect: it changes gathered copies of the weights; "
                 "see docs/limits.md"
@@ -771,8 +772,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
 
 
 def _list_limited(module: nn.Module) -> list[str]:
-    named = ((n, m) for n, m in module.named_modules() if getattr(m, "max_norm", None))
-    return [name for name, limited in named if isinstance(getattr(limited, "weight", None), DTensor)]
+    return [n for n, m in module.named_modules() if getattr(m, "max_norm", None) and hasattr(m, "weight")]
 
 
 for _name, (_description, _settings) in PRESETS.items():

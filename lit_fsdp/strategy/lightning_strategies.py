@@ -106,6 +106,7 @@ def shard_like_fsdp2(module: pl.LightningModule, trainer: pl.Trainer) -> None:
             mesh=strategy.device_mesh["data_parallel"],
             device=strategy.root_device,
             is_whole=module.automatic_optimization,
+            leaves_whole=False,  # it reads checkpoints into DTensors only; seen in lightning 2.6.6
         )
         register_steps(module, STEPS)
         evaluate_without_inference_mode(trainer)

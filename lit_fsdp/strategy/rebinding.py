@@ -54,8 +54,8 @@ def forget_whole(model: nn.Module) -> None:
     """Forget the parameters that sharding has left as they are. Those without values will be others once they have."""
     places = _PLACES[model]
     for parameter in model.parameters():
-        if not parameter.is_meta:
-            places.pop(id(parameter), None)
+        if not parameter.is_meta and _find_place(model, parameter) is not None:
+            del places[id(parameter)]
 
 
 def warn_of_hooks(model: nn.Module) -> None:

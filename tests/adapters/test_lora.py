@@ -1,5 +1,6 @@
 """Which parameters an adapter makes trainable, and what is refused before anything runs."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -59,8 +60,11 @@ def test_experts_and_their_router_get_no_adapter(
     model = build_language_model(family, **{**WIDE, "moe_intermediate_size": 64})
     if quantization is not None:
         quantize_model(model, quantization)
-    add_adapters(model, LoRA())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        add_adapters(model, LoRA())
     assert list_adapted(model) == {"q_proj", "k_proj", "v_proj", "o_proj"} | others
+    assert any(".router, model" in str(w.message) for w in caught) == bool(others)
 
 
 def test_only_adapters_train_in_their_own_dtype() -> None:

@@ -151,7 +151,7 @@ HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 ONE_RANK: dict[str, tuple[dict[str, Any], Callable[[nn.Parameter], bool]]] = {
     "as stored": ({}, lambda _: True),
     "cast": ({"mp_policy": HALF}, lambda p: p.dtype == torch.bfloat16),
-    "gradients held": ({"sharding": Sharding(no_sync=True)}, lambda p: not p.requires_grad),
+    "gradients held": ({"sharding": Sharding(no_sync=True)}, lambda _: False),
     "offload": ({"offload": CPUOffloadPolicy(pin_memory=False)}, lambda _: False),
 }
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from image_training import VIT, ImageRows, save_classifier
 from launches import run_processes
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
+from models import to_full
 from speech_training import build_data, build_task, make_rows
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from training import GLOBAL_BATCH, OPTIMIZER, UNEVEN, Recorder, Rows, build_trainer, save_model
@@ -153,6 +154,24 @@ def test_the_blocks_of_fsdp2_are_sharded_by_fsdp1_and_by_model_parallel(tmp_path
 
     folder = write_inputs("text", tmp_path / "inputs")
     run_ranks(body)
+
+
+def resume_alone(folder: Path, out: Path) -> None:
+    found = []
+    for source in (None, out / "a.ckpt"):
+        trainer = build_trainer(ModelParallelStrategy(1, 1), max_steps=2)
+        task, data = make_task("text", folder)
+        trainer.fit(task, data, ckpt_path=source)
+        trainer.save_checkpoint(out / "a.ckpt")
+        moments = (state["exp_avg"] for state in trainer.optimizers[0].state.values())
+        found.append([to_full(tensor) for tensor in (*task.parameters(), *moments)])
+    first, restored = found
+    assert all(torch.equal(a, b) for a, b in zip(first, restored, strict=True))
+
+
+@pytest.mark.full
+def test_model_parallel_restores_weights_and_moments_on_one_rank(tmp_path: Path) -> None:
+    run_ranks(resume_alone, write_inputs("text", tmp_path / "inputs"), tmp_path, world_size=1)
 
 
 def test_parameters_are_whole_under_fsdp1_where_a_model_runs_outside_of_its_steps(tmp_path: Path) -> None:

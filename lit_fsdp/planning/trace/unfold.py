@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 from lit_fsdp.planning.trace.dry_run import TracedStep
 from lit_fsdp.planning.trace.replay import tell_storages_apart
@@ -186,10 +187,14 @@ class _Unfolding:
         return choose(i for i in range(stack.depth) if stack.kinds[i] == kind)
 
     def _put_piece(self, piece: _Piece, relabel: Relabel, *, number: int = -1, is_own: bool = False) -> None:
-        base = len(self._out.units) - piece.operators.start
-        self._put_events(piece.events, base, relabel, copies=is_own, piece=piece)
-        for event in self._moved.get((piece.stack, number, piece.mark.is_backward, piece.turn), []):
-            self._put(event, len(self._out.units), self._relabel_in_place, copies=False)
+        start = len(self._out.events)
+        self._put_events(
+            piece.events, len(self._out.units) - piece.operators.start, relabel, copies=is_own, piece=piece
+        )
+        if moved := self._moved.get((piece.stack, number, piece.mark.is_backward, piece.turn)):
+            for event in moved:
+                self._put(event, len(self._out.units), self._relabel_in_place, copies=False)
+            self._out.events[start:] = sorted(self._out.events[start:], key=attrgetter("operator"))
         self._out.units += [relabel(self._log.units[i]) for i in piece.operators]
         self._out.exchanges.append(range(piece.mark.work[4], piece.mark.work[4] + piece.work[4]))
 

@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -141,6 +142,9 @@ def test_a_step_unfolded_from_few_blocks_is_the_step_of_all_blocks(name: str) ->
     assert sum(len(stack.kept) for stack in stacks) < model.get("depth", 9)
     assert unfolded.flops == whole.flops
     assert unfolded.moved_bytes == whole.moved_bytes
+    for log in (unfolded.log, whole.log):  # which are replayed one event after the other
+        assert log is not None
+        assert all(a.operator <= b.operator for a, b in pairwise(log.events[log.num_first :]))
     memory, expected = unfolded.memory, whole.memory
     assert memory.peak.num_bytes == expected.peak.num_bytes
     assert (memory.peak.phase, memory.peak.unit) == (expected.peak.phase, expected.peak.unit)
