@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
 from typing_extensions import override
 
-from lit_fsdp.adapters.inject import add_adapters
+from lit_fsdp.adapters.inject import add_adapters, list_left_out
 from lit_fsdp.adapters.layers import iterate_adapters
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.checkpoint.untrusted import refuse_other_forms
@@ -147,6 +147,11 @@ class Task(TakesMappings, LightningModule):
             if left:
                 rank_zero_warn(f"quantization: not quantized: {', '.join(left[:3])}, {len(left)} in all")
         if lora is not None:
+            if left := list_left_out(model, lora):
+                rank_zero_warn(
+                    f"lora: no adapter for {', '.join(left[:3])}, {len(left)} in all: they may not be plain linear "
+                    "layers; name them in target_modules if they are"
+                )
             add_adapters(model, lora)
 
     def _check_adapter_precision(self, lora: LoRA) -> None:

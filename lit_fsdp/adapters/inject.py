@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers.pytorch_utils import Conv1D
@@ -68,6 +67,12 @@ def add_adapters(model: nn.Module, lora: LoRA) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
+
+
+def list_left_out(model: nn.Module, lora: LoRA) -> list[str]:
+    """Return the subclasses of linear layers that ``all-linear`` leaves out, as they may compute something else."""
+    linear = _list_linear(model, lora) if lora.target_modules == "all-linear" else {}
+    return [clean_name(name) for name, module in linear.items() if not _takes_adapter(module)]
 
 
 def find_misreading(model: nn.Module, config: LoraConfig) -> str:
@@ -153,18 +158,9 @@ def _resolve_targets(model: nn.Module, lora: LoRA) -> list[str]:
     """Return the names of the modules that get an adapter."""
     if not lora.target_modules:
         return []
-    left_out = (*lora.exclude_modules, *lora.modules_to_save)
-    names = {n: m for n, m in model.named_modules() if n and not any(_is_inside(n, part) for part in left_out)}
+    names = _list_modules(model, lora)
     if lora.target_modules == "all-linear":
-        find_head: Any = getattr(model, "get_output_embeddings", lambda: None)
-        head = find_head()
-        linear = {n: m for n, m in names.items() if isinstance(m, nn.Linear | Conv1D) and m is not head}
-        found = [name for name, module in linear.items() if _takes_adapter(module)]
-        if left := [clean_name(name) for name, module in linear.items() if not _takes_adapter(module)]:
-            rank_zero_warn(
-                f"lora: no adapter for {', '.join(left[:3])}, {len(left)} in all: they may not be plain linear layers; "
-                "name them in target_modules if they are"
-            )
+        found = [name for name, module in _list_linear(model, lora).items() if _takes_adapter(module)]
     elif isinstance(lora.target_modules, str):
         found = [name for name in names if re.fullmatch(lora.target_modules, name)]
     else:
@@ -172,6 +168,17 @@ def _resolve_targets(model: nn.Module, lora: LoRA) -> list[str]:
     if not found:
         raise ValueError(f"lora.target_modules: got {lora.target_modules!r}: no module of the model has such a name")
     return found
+
+
+def _list_modules(model: nn.Module, lora: LoRA) -> dict[str, nn.Module]:
+    left_out = (*lora.exclude_modules, *lora.modules_to_save)
+    return {n: m for n, m in model.named_modules() if n and not any(_is_inside(n, part) for part in left_out)}
+
+
+def _list_linear(model: nn.Module, lora: LoRA) -> dict[str, nn.Module]:
+    find_head: Any = getattr(model, "get_output_embeddings", lambda: None)
+    head, modules = find_head(), _list_modules(model, lora)
+    return {n: m for n, m in modules.items() if isinstance(m, nn.Linear | Conv1D) and m is not head}
 
 
 def _takes_adapter(module: Any) -> bool:
