@@ -22,7 +22,7 @@ os.environ.update(
     OMP_NUM_THREADS="1",
     TOKENIZERS_PARALLELISM="false",  # its threads do not survive the fork of the ranks
 )
-for _name in ("HF_DATASETS_CACHE", "HF_HUB_CACHE", "TRANSFORMERS_CACHE"):
+for _name in ("HF_DATASETS_CACHE", "HF_HUB_CACHE", "TRANSFORMERS_CACHE", "COLUMNS"):  # the last set by pytest-xdist
     os.environ.pop(_name, None)
 
 import fsspec  # noqa: E402
