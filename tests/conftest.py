@@ -37,7 +37,10 @@ torch.set_num_threads(1)
 hide_gpus()
 # A forked process that collects a process group of this one would wait for ever for threads that it has not.
 os.register_at_fork(after_in_child=gc.freeze)
+logging.disable()  # bitsandbytes says which kernel it has not; pytest-xdist would print that after its summary
 import peft  # noqa: E402, F401  with bitsandbytes: what ranks import late, here so that forked ones do not each pay for it
+
+logging.disable(logging.NOTSET)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
