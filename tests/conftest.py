@@ -5,6 +5,7 @@ import gc
 import importlib.util
 import logging
 import os
+import signal
 import sys
 import tempfile
 from collections import Counter
@@ -84,7 +85,10 @@ def commands_in_this_process_leave_it_as_it_was() -> Iterator[None]:
     """Undo what a command does for its own process: a later test's ranks would be silent, or believe other things."""
     levels = {name: logging.getLogger(name).level for name in list(logging.root.manager.loggerDict)}
     environ, hook = dict(os.environ), sys.excepthook
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
     yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)  # a run that saved on one ignores it until its process ends
     for name in os.environ.keys() - environ.keys() - {"PYTEST_CURRENT_TEST"}:
         del os.environ[name]
     os.environ.update({name: value for name, value in environ.items() if os.environ.get(name) != value})
