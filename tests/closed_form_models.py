@@ -91,4 +91,5 @@ def compare(model: dict[str, Any], options: dict[str, Any], tolerance: float = 0
     # The closed form knows nothing of small things, which weigh more with few tokens, and less with experts.
     sharding = options.get("sharding", Sharding())
     if sharding.gather_bits is None and sharding.reduce_bits is None:  # nor of rounding what is sent
-        assert 0.55 < estimated.moved_bytes / traced.moved_bytes < 0.85
+        most = 0.85 if options.get("world_size", 1) > 1 else 0.92  # where nothing is copied by FSDP2
+        assert 0.55 < estimated.moved_bytes / traced.moved_bytes < most
