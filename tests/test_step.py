@@ -44,6 +44,7 @@ sys.exit(code)
 """
 OPTIONS = (
     "--cpu_processes=1",
+    "--trainer.precision=bf16-mixed",  # one rank gathers what it casts
     "--trainer.accelerator=cpu",
     "--trainer.max_steps=1",
     "--trainer.val_check_interval=null",
