@@ -158,13 +158,13 @@ def _resolve_targets(model: nn.Module, lora: LoRA) -> list[str]:
     """Return the names of the modules that get an adapter."""
     if not lora.target_modules:
         return []
-    names = _list_modules(model, lora)
-    if lora.target_modules == "all-linear":
+    targets = lora.target_modules
+    if targets == "all-linear":
         found = [name for name, module in _list_linear(model, lora).items() if _takes_adapter(module)]
-    elif isinstance(lora.target_modules, str):
-        found = [name for name in names if re.fullmatch(lora.target_modules, name)]
+    elif isinstance(targets, str):
+        found = [name for name in _list_modules(model, lora) if re.fullmatch(targets, name)]
     else:
-        found = [name for name in names if any(_ends_with(name, part) for part in lora.target_modules)]
+        found = [name for name in _list_modules(model, lora) if any(_ends_with(name, part) for part in targets)]
     if not found:
         raise ValueError(f"lora.target_modules: got {lora.target_modules!r}: no module of the model has such a name")
     return found
@@ -188,8 +188,7 @@ def _takes_adapter(module: Any) -> bool:
     """
     if isinstance(module, Conv1D | QuantizedLinear) or type(module).forward is nn.Linear.forward:
         return True
-    kind: Any = type(module)
-    return is_linear(kind)
+    return is_linear(module.__class__)
 
 
 def _resolve_parameters(model: nn.Module, lora: LoRA) -> list[str]:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter
 
 from lit_fsdp.sharding.torch_internals import get_shard, iterate_sharded, list_gathered, list_unreduced_gradients
-from lit_fsdp.sharding.wrap import Unit, iterate_around
+from lit_fsdp.sharding.wrap import Unit, find_around
 
 # From what stays longest to what comes and goes.
 Kind = Literal["parameters", "optimizer_state", "gradients", "gathered", "communication", "activations", "rest"]
@@ -74,8 +74,8 @@ def name_units(model: nn.Module, plan: Sequence[Unit]) -> dict[str, str]:
     modules = {name: label_unit(unit) for unit in plan for name in unit.names if name}
     holders: dict[int, dict[str, str]] = defaultdict(dict)  # of each memory: its buffers, and the unit of each
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        label = next((modules[around] for around in iterate_around(name) if around in modules), "")
-        holders[_get_local(buffer).untyped_storage()._cdata][name] = label
+        around = find_around(name, modules)
+        holders[_get_local(buffer).untyped_storage()._cdata][name] = "" if around is None else modules[around]
     for units in holders.values():
         if len(set(units.values())) == 1:
             names.update((name, unit) for name, unit in units.items() if unit)

@@ -188,15 +188,16 @@ def shard_model(
     """Shard every unit of the plan in place, inner units first and the root last.
 
     Afterwards parameters are DTensors, on the meta device if they were before; on one rank, but those that
-    ``is_left_whole`` names, unless ``leaves_whole`` is false. The dimensions of the mesh are ``("shard",)`` or
+    ``list_whole`` names, unless ``leaves_whole`` is false. The dimensions of the mesh are ``("shard",)`` or
     ``("replicate", "shard")``.
     """
     modules = dict(model.named_modules())
     _check_dtypes(model, plan)
     check_wire(model, plan, sharding, mp_policy)
     whole: set[nn.Parameter] = set()
-    if leaves_whole and dist.get_world_size() == 1 and not isinstance(offload_policy, CPUOffloadPolicy):
-        whole = {p for p in model.parameters() if is_left_whole(p, mp_policy.param_dtype, sharding)}
+    if leaves_whole:
+        offloads = isinstance(offload_policy, CPUOffloadPolicy)
+        whole = list_whole(model, dist.get_world_size(), offloads, mp_policy.param_dtype, sharding)
     for parameter in whole:
         if not parameter.is_meta:  # those are made where they are needed
             parameter.data = parameter.data.to(mesh.device_type)  # of a GPU the current one, as FSDP2 has it
@@ -223,14 +224,17 @@ def shard_model(
     _set_prefetch(modules, plan, sharding)
 
 
-def is_left_whole(parameter: nn.Parameter, param_dtype: torch.dtype | None, sharding: Sharding) -> bool:
-    """Whether one rank without offload computes with a parameter as it is stored: FSDP2 would copy it for each use.
+def list_whole(
+    model: nn.Module, world_size: int, offloads: bool, param_dtype: torch.dtype | None, sharding: Sharding
+) -> set[nn.Parameter]:
+    """Return what one rank without offload computes with as it is stored: FSDP2 would copy it for each use.
 
     Under ``no_sync`` FSDP2 adds gradients up in the dtype of reduction, so what may ever train is left to it.
     """
-    if not parameter.is_floating_point():
-        return True
-    return not sharding.no_sync and param_dtype in (None, parameter.dtype)
+    if world_size > 1 or offloads:
+        return set()
+    is_free = {p: not sharding.no_sync and param_dtype in (None, p.dtype) for p in model.parameters()}
+    return {parameter for parameter, free in is_free.items() if free or not parameter.is_floating_point()}
 
 
 def check_wire(model: nn.Module, plan: Sequence[Unit], sharding: Sharding, mp_policy: MixedPrecisionPolicy) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -305,11 +305,13 @@ def _drop_shared(model: nn.Module, units: list[Unit]) -> list[Unit]:
     return [unit for i, unit in enumerate(units) if i not in shared]
 
 
-def iterate_around(name: str) -> Iterator[str]:
-    """Yield the names of the modules around a parameter or module, the innermost first and the root, ``""``, last."""
+def find_around(name: str, known: Container[str]) -> str | None:
+    """Return which of some modules, by name, is the innermost around a parameter or module; the root is ``""``."""
     while name:
         name = name.rpartition(".")[0]
-        yield name
+        if name in known:
+            return name
+    return None
 
 
 def _number_owners(units: Sequence[Unit]) -> dict[str, int]:
@@ -318,7 +320,8 @@ def _number_owners(units: Sequence[Unit]) -> dict[str, int]:
 
 def _find_owner(parameter: str, owners: Mapping[str, int]) -> int | None:
     """Return the index of the innermost unit around a parameter; ``owners`` gives those of units by their names."""
-    return next((owners[name] for name in iterate_around(parameter) if name in owners), None)
+    around = find_around(parameter, owners)
+    return None if around is None else owners[around]
 
 
 def _count_parameters(model: nn.Module, units: list[Unit]) -> list[Unit]:

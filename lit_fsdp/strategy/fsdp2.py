@@ -83,7 +83,6 @@ from lit_fsdp.strategy.process_group import MAX_TIMEOUT_S, init_process_group
 from lit_fsdp.strategy.random_streams import RandomStreams
 from lit_fsdp.strategy.rank_facts import check_shared_rows, list_device_facts, list_device_notes, list_row_facts
 from lit_fsdp.strategy.rebinding import (
-    forget_whole,
     keep_attributes,
     rebind_optimizers,
     remember_parameters,
@@ -501,7 +500,6 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
             has_changing_lengths=getattr(getattr(module.trainer, "datamodule", None), "has_changing_lengths", False),
             show=show,
         )
-        forget_whole(module)
         warn_of_hooks(module)
         limited = _list_limited(module)
         if limited := [n for n in limited if isinstance(module.get_parameter(f"{n}.weight"), DTensor)]:

@@ -50,17 +50,13 @@ def remember_parameters(model: nn.Module) -> None:
     }
 
 
-def forget_whole(model: nn.Module) -> None:
-    """Forget the parameters that sharding has left as they are. Those without values will be others once they have."""
-    places = _PLACES[model]
-    for parameter in model.parameters():
-        if not parameter.is_meta and _find_place(model, parameter) is not None:
-            del places[id(parameter)]
-
-
 def warn_of_hooks(model: nn.Module) -> None:
-    """Name the parameters whose hooks on gradients are lost. After sharding."""
-    lost = {id(new) for place in _PLACES[model].values() if place.has_hooks and (new := place.find_new()) is not None}
+    """Name the parameters that are, or will be once they have values, others than those with hooks. After sharding."""
+    lost = set()
+    for place in _PLACES[model].values():
+        new = place.find_new() if place.has_hooks else None
+        if new is not None and (new.is_meta or new is not place.parameter()):
+            lost.add(id(new))
     if hooked := [name for name, parameter in model.named_parameters() if id(parameter) in lost]:
         rank_zero_warn(
             f"hooks on {join_names(hooked)} do not outlive sharding: change gradients in on_before_optimizer_step"

@@ -27,7 +27,7 @@ from lit_fsdp.adapters.layers import clean_name, is_adapter_name, is_own_part, i
 from lit_fsdp.errors import join_names
 from lit_fsdp.quantization.layers import iterate_quantized
 from lit_fsdp.sharding.scalars import link_scalars
-from lit_fsdp.sharding.wrap import iterate_around
+from lit_fsdp.sharding.wrap import find_around
 from lit_fsdp.weights.convert import Conversion, convert_rows, describe_sources, list_optional, plan_conversions
 from lit_fsdp.weights.prequantized import QuantizedFiles
 from lit_fsdp.weights.safetensors_io import StoredTensor, TensorFiles, split_rows
@@ -183,8 +183,7 @@ def _group_modules(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
         if isinstance(module, FSDPModule):
             roots.add(name)
         if name not in adapters and not is_adapter_name(name):
-            root = next((around for around in iterate_around(f"{name}.") if around in roots), "")
-            groups.setdefault(root, []).append((name, module))
+            groups.setdefault(find_around(f"{name}.", roots) or "", []).append((name, module))
     return [list(reversed(group)) for group in groups.values()]
 
 

@@ -30,7 +30,7 @@ from lit_fsdp.sharding.cpu_offload import CPUOffload, count_pinned_rounding
 from lit_fsdp.sharding.low_bit import count_gather_scratch, count_reduce_scratch
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
 from lit_fsdp.sharding.settings import Settings
-from lit_fsdp.sharding.shard import check_wire, is_gathered_again, is_left_whole
+from lit_fsdp.sharding.shard import check_wire, is_gathered_again, list_whole
 from lit_fsdp.sharding.torch_internals import KEEPS_LAST_GRADIENT
 from lit_fsdp.sharding.wrap import Unit, count_shard_bytes, iterate_blocks
 
@@ -116,13 +116,13 @@ def estimate_step(
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
     state, temporary = _measure_optimizer(parameters, model.optimizer, shards, device_type=device_type)
     on_device = settings.cpu_offload is None
-    sharded, reduce = parameters, _get_reduce_dtype(parameters, dtypes)
-    if ranks.world_size == 1 and on_device:
-        compute = dtypes.build_policy().param_dtype
-        sharded = {n: p for n, p in parameters.items() if not is_left_whole(p, compute, settings.sharding)}
+    whole = list_whole(module, ranks.world_size, not on_device, dtypes.build_policy().param_dtype, settings.sharding)
+    sharded = {name: parameter for name, parameter in parameters.items() if parameter not in whole}
     walk = Walk(
         tape=tape,
-        units=_measure_units(sharded, units, settings, dtypes, reduce=reduce, num_shards=shards),
+        units=_measure_units(
+            sharded, units, settings, dtypes, reduce=_get_reduce_dtype(parameters, dtypes), num_shards=shards
+        ),
         owners={name: i for i, unit in enumerate(units) for name in unit.parameters if name in sharded},
         settings=_describe_walk(settings, dtypes, parameters, (replicas, shards), num_micro_batches),
         fixed={

@@ -34,7 +34,7 @@ from lit_fsdp.planning.closed_form.reader import (
     list_filled,
 )
 from lit_fsdp.planning.closed_form.tape import FLOAT32, INDEX, Tape
-from lit_fsdp.sharding.wrap import Unit, iterate_around, iterate_blocks
+from lit_fsdp.sharding.wrap import Unit, find_around, iterate_blocks
 
 _OWN_MASK = r"\battention_mask = torch\.ones"  # which only its values could tell to be none
 _DROPOUTS = ("drop", "emb_dropout", "embed_dropout", "embedding_dropout", "dropout")  # of embeddings
@@ -80,7 +80,7 @@ class ModelReader:
         if not self.blocks:
             raise UnreadableModuleError(type(self.model).__name__, "no blocks")
         for unit in self.plan:
-            if inner := [n for n in unit.names if any(around in self.blocks for around in iterate_around(n))]:
+            if inner := [n for n in unit.names if find_around(n, self.blocks) is not None]:
                 raise UnreadableModuleError(inner[0], "a unit inside a block")
         tape.mark("enter_unit", self._root, tape.add_value(0))
         read_own: Any = getattr(self.model, "read_step", None)

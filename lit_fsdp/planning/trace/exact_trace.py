@@ -27,8 +27,8 @@ _NUM_REACHES = 2  # to try: how far a block's neighbours matter
 _MAX_TRACED = 2  # micro-batches: all after the second hold what it holds
 # Of the bytes that a trace sees moved, what the closed form counts, with which step_time.MEMORY_SHARE was fitted: 0.76
 # in the median of 317 steps of 300 tokens or more in benchmarks/results/plan_{accuracy,settings,matrix}, 0.29 to 0.91;
-# 0.78 of language models on several ranks; least of ViTs in full, and on one rank, which had
-# copies of FSDP2 then (decision 117) and has not been fitted since.
+# 0.78 of language models on several ranks; least of ViTs in full, and on one rank, which had copies of FSDP2 then
+# (decision 117) and has not been fitted since.
 _COUNTED_SHARE = 0.75
 # Where torch defines what fake tensors raise, and what it logs beside it; seen in torch 2.13.
 _FAKE_TENSORS = "torch._subclasses.fake_tensor"
