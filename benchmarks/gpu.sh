@@ -18,7 +18,7 @@
 # steps         7    a language model and a vision transformer beside a plain loop over FSDP2 and the Trainer of Transformers
 # speed         1    steps of optimizers
 #
-# A part ends after twice its minutes, at most nine and a half. Goes on where a part or a piece of it fails, names those at the end,
+# Interrupted at their limit, tests still say what failed. A part ends after twice its minutes, at most nine and a half. Goes on where a part or a piece of it fails, names those at the end,
 # and exits with 1 then. RESULTS=FOLDER writes elsewhere. Of pages that need several runs, what there is so far is in the file.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -35,7 +35,7 @@ try() { # minutes, command
     shift
     echo "== $* (at most $minutes min)"
     SECONDS=0
-    timeout --kill-after=15 "${minutes}m" "$@" || failed+=("$*")
+    timeout --signal=INT --kill-after=15 "${minutes}m" "$@" || failed+=("$*")
     echo "== took $SECONDS s"
 }
 

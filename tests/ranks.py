@@ -23,7 +23,10 @@ from torch.multiprocessing.spawn import (
 )
 
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
+_SHOWN = "LIT_FSDP_TESTS_GPUS"  # for workers of pytest-xdist, which start once this process has hidden them
 GPUS = os.environ.get(_VARIABLE)  # before anything is hidden; none: all
+if GPUS == "" and "PYTEST_XDIST_WORKER" in os.environ:
+    GPUS = os.environ.get(_SHOWN)
 
 
 def hide_gpus() -> None:
@@ -32,6 +35,9 @@ def hide_gpus() -> None:
     It must not start CUDA either, as no fork could use it then. Only ranks on GPUs see them, see ``run_ranks``.
     """
     os.environ[_VARIABLE] = ""
+    os.environ.pop(_SHOWN, None)
+    if GPUS is not None:
+        os.environ[_SHOWN] = GPUS
     # Starts autograd's engine, without threads. In builds for CUDA a first backward on fake tensors would start one for
     # the GPU that torch fakes, and no rank that was forked after that could run backward; seen in torch 2.14 and 2.15.
     torch.zeros((), requires_grad=True).backward()
