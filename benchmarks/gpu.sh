@@ -18,8 +18,9 @@
 # steps         7    a language model and a vision transformer beside a plain loop over FSDP2 and the Trainer of Transformers
 # speed         1    steps of optimizers
 #
-# Interrupted at their limit, tests still say what failed. A part ends after twice its minutes, at most nine and a half. Goes on where a part or a piece of it fails, names those at the end,
-# and exits with 1 then. RESULTS=FOLDER writes elsewhere. Of pages that need several runs, what there is so far is in the file.
+# A part is interrupted after twice its minutes, at most nine and a half; tests then still say what failed. Goes on where a part or a piece of
+# it fails, names those at the end, and exits with 1 then. RESULTS=FOLDER writes elsewhere. Of pages that need several runs, what there is so
+# far is in the file.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 

@@ -103,3 +103,24 @@ run_ranks(body, world_size=1)
 def test_ranks_can_run_backward_after_a_first_one_of_the_parent_on_fake_tensors() -> None:
     # Of builds for CUDA only, in a process that has run no backward.
     subprocess.run([sys.executable, "-c", FAKE_FIRST], cwd=Path(__file__).parent, check=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shown", ["0,3", "", None])
+def test_workers_of_xdist_know_the_gpus_that_their_parent_hid(shown: str | None) -> None:
+    visible = {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("CUDA_", "PYTEST_", "LIT_"))}
+    code = "from ranks import GPUS, hide_gpus; hide_gpus(); print(repr(GPUS)); {}"
+    worker = (
+        "import os, subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], check=True, "
+        "env={**os.environ, 'PYTEST_XDIST_WORKER': 'gw0'})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code.format(worker), code.format("")],
+        cwd=Path(__file__).parent,
+        env=environ | visible,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert sorted(done.stdout.splitlines()) == [repr(shown)] * 2

@@ -233,8 +233,11 @@ def list_whole(
     """
     if world_size > 1 or offloads:
         return set()
-    is_free = {p: not sharding.no_sync and param_dtype in (None, p.dtype) for p in model.parameters()}
-    return {parameter for parameter, free in is_free.items() if free or not parameter.is_floating_point()}
+    return {
+        parameter
+        for parameter in model.parameters()
+        if not parameter.is_floating_point() or (not sharding.no_sync and param_dtype in (None, parameter.dtype))
+    }
 
 
 def check_wire(model: nn.Module, plan: Sequence[Unit], sharding: Sharding, mp_policy: MixedPrecisionPolicy) -> None:
