@@ -23,6 +23,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
     },
+    "deep": {  # as many layers as 8b, each next to nothing: what a step costs the host
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
     "8b": {
         "vocab_size": 128256,
         "hidden_size": 4096,

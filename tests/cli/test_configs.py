@@ -52,6 +52,7 @@ def test_the_head_comment_holds_the_command_and_it_parses(config: Path, capsys: 
         assert main([*command, "--print_config"]) == 0, capsys.readouterr().err
 
 
+@pytest.mark.full(after=4)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_strategy_task_and_data_can_be_built(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def build(cli: TrainerCLI, _subcommand: str) -> None:

@@ -183,6 +183,7 @@ def test_a_run_from_a_saved_configuration_asks_for_its_credentials(
 ODD = ["", ".", "..", "../../x", "a/../../x", "a//b", "a/", "/tmp/x", "a\0b", "a\nb", " ", "a\\b", "x" * 256]
 
 
+@pytest.mark.full(after=4)
 @pytest.mark.parametrize("name", ODD, ids=ascii)
 def test_a_run_name_stays_below_runs(folder: Path, capfd: pytest.CaptureFixture[str], name: str) -> None:
     Path("name.yaml").write_text(yaml.safe_dump({"run_name": name}))

@@ -42,7 +42,10 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-@pytest.fixture(scope="module", params=MODELS)
+ALSO = [pytest.param(name, marks=pytest.mark.full) for name in MODELS if name != "mixtral"]
+
+
+@pytest.fixture(scope="module", params=["mixtral", *ALSO])
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a checkpoint of two ranks, and its logits."""
     folder = tmp_path_factory.mktemp(request.param)

@@ -69,6 +69,7 @@ def nest(path: str, value: str) -> str:
     return value
 
 
+@pytest.mark.full(after=5)
 @pytest.mark.parametrize("old", SETTINGS)
 def test_an_old_key_is_refused_with_the_new_one_from_a_file_and_as_an_option(
     old: str, capsys: pytest.CaptureFixture[str]
