@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,8 @@ DESIRABLE, REFERENCE = "desirable", "reference_logps"  # [rows] and, in the orde
 _MISMATCH_SEED = 0  # not the seed setting: it decides what is learned, not in which order
 
 PreferenceRow = Mapping[str, Any]
+# Asked of for each row, as Lightning may build the loader, to count steps, before they are computed.
+ReadReference = Callable[[], NDArray[np.float32] | None]
 
 
 class PairRows:
@@ -28,14 +30,15 @@ class PairRows:
         store: Where the documents are.
         documents: The chosen ones; each is followed by the rejected one.
         seq_length: Longer documents are cut there.
-        reference: Log-probabilities of chosen and rejected by a reference, [pairs, 2].
+        read_reference: Returns the log-probabilities of chosen and rejected by a reference, [pairs, 2], if there are
+            any by now.
     """
 
     def __init__(
-        self, store: Documents, documents: Ints, *, seq_length: int, reference: NDArray[np.float32] | None = None
+        self, store: Documents, documents: Ints, *, seq_length: int, read_reference: ReadReference = lambda: None
     ) -> None:
         self.store, self.documents, self.seq_length = store, documents, seq_length
-        self.reference = reference
+        self.read_reference = read_reference
 
     def __len__(self) -> int:
         return len(self.documents)
@@ -44,8 +47,7 @@ class PairRows:
         """Return ``rows``, each with ``input_ids`` and ``labels`` (not shifted), [length], and what else is known."""
         chosen = int(self.documents[row])
         pair = [_cut(*self.store[document], self.seq_length) for document in (chosen, chosen + 1)]
-        found: dict[str, Any] = {"rows": pair}
-        return found if self.reference is None else {**found, REFERENCE: self.reference[row]}
+        return {"rows": pair, **_add_reference(self.read_reference, row)}
 
 
 class LabelledRows:
@@ -59,7 +61,7 @@ class LabelledRows:
         documents: Which of them, in order.
         is_desirable: Whether each of these is a good one.
         seq_length: Longer documents are cut there.
-        reference: Log-probabilities of both by a reference, [documents, 2].
+        read_reference: Returns the log-probabilities of both by a reference, [documents, 2], if there are any by now.
     """
 
     def __init__(
@@ -69,10 +71,10 @@ class LabelledRows:
         is_desirable: NDArray[np.bool_],
         *,
         seq_length: int,
-        reference: NDArray[np.float32] | None = None,
+        read_reference: ReadReference = lambda: None,
     ) -> None:
         self.store, self.documents, self.seq_length = store, documents, seq_length
-        self.is_desirable, self.reference = is_desirable, reference
+        self.is_desirable, self.read_reference = is_desirable, read_reference
         order = np.random.default_rng(_MISMATCH_SEED).permutation(len(documents))
         self._other = np.empty_like(documents)
         self._other[order] = documents[np.roll(order, 1)]
@@ -88,8 +90,12 @@ class LabelledRows:
         mixed = np.concatenate([ids[:prompt], other_ids[begin:]])
         mixed_learn = np.concatenate([learn[:prompt], other_learn[begin:]])
         pair = [_cut(ids, learn, self.seq_length), _cut(mixed, mixed_learn, self.seq_length)]
-        found = {"rows": pair, DESIRABLE: self.is_desirable[row]}
-        return found if self.reference is None else {**found, REFERENCE: self.reference[row]}
+        return {"rows": pair, DESIRABLE: self.is_desirable[row], **_add_reference(self.read_reference, row)}
+
+
+def _add_reference(read: ReadReference, row: int) -> dict[str, Any]:
+    reference = read()
+    return {} if reference is None else {REFERENCE: reference[row]}
 
 
 def keeps_completion(store: Documents, documents: Ints, seq_length: int) -> NDArray[np.bool_]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -212,7 +213,7 @@ class PreferenceData(TextData):
             return super()._get_rows(split, warns=warns)
         store = self._get_store(split)
         documents = self._choose(split, is_unpaired=self.is_unpaired, warns=warns)
-        options: dict[str, Any] = {"seq_length": self.seq_length, "reference": self._reference.get(split)}
+        options: dict[str, Any] = {"seq_length": self.seq_length, "read_reference": partial(self._reference.get, split)}
         if not self.is_unpaired:
             return PairRows(store, documents, **options)
         is_desirable = _read_marks(store, CHOSEN + DESIRABLE_MARK)[documents]

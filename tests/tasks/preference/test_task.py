@@ -21,7 +21,7 @@ from lit_fsdp import ActivationCheckpointing, FSDP2Strategy
 from lit_fsdp.checkpoint.reader import open_checkpoint
 from lit_fsdp.export.model import export_model
 from lit_fsdp.profiling.communication_meter import CommunicationMeter
-from lit_fsdp.tasks import LoRA, PreferenceTuning, Quantization, TextData
+from lit_fsdp.tasks import LoRA, LRSchedule, PreferenceTuning, Quantization, TextData
 from ranks import run_ranks
 
 LORA = LoRA(r=4, alpha=8)
@@ -65,6 +65,16 @@ def test_any_number_of_ranks_and_any_reference_give_the_same(task: dict[str, Any
         check(train(folder, 2, {**task, **options}, accumulate_grad_batches=2, strategy=CHECKPOINTED), truth)
     if kind not in ("orpo", "kto"):  # whose terms of a round depend on the rounds
         check(train(folder, 2, {**task, **precomputed}), truth)
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "kto"])
+def test_a_reference_is_computed_before_epochs_whose_steps_were_counted_at_the_start(kind: str, folder: Path) -> None:
+    task = {"loss_type": kind, "lr_scheduler": LRSchedule(type="cosine")}  # which asks for the number of steps
+    epoch = {"max_steps": -1, "max_epochs": 1}
+    truth = train(folder, 1, {**task, **MODEL}, **epoch)
+    shutil.rmtree(folder / "cache" / "reference", ignore_errors=True)
+    for _ in ("computed", "read"):
+        check(train(folder, 1, {**task, **PRECOMPUTED}, **epoch), truth)
 
 
 @pytest.mark.full
