@@ -336,6 +336,13 @@ def parse_json(text: str) -> Any:
     return value
 
 
+def iterate_visible(folder: Path) -> Iterator[Path]:
+    """Yield what lies in a folder and those below it, but hidden files and folders, such as ``._a.png`` of macOS."""
+    for path in folder.rglob("*"):
+        if not any(part.startswith(".") for part in path.relative_to(folder).parts):
+            yield path
+
+
 def list_files(paths: Iterable[Path], suffixes: Sequence[str]) -> list[Path]:
     """Return the files among paths that have one of these endings in any case, sorted; folders are left out.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from lit_fsdp.planning.estimate import Hardware
@@ -98,17 +98,17 @@ def compare_layouts(trials: Trials, ranks: Ranks, hardware: Hardware, device_byt
     accumulates = trials.estimate().num_micro_batches > 1
     one = replace(given, mesh=Mesh(), sharding=replace(given.sharding, reshard_after_forward=True, no_sync=False))
     alone = Ranks(num_nodes=1, per_node=1)
-    found = [estimate(one, alone, _list_changes(given, one, mesh=True))]
+    found = [estimate(one, alone, list_changes(given, one, mesh=True))]
     for settings, changes in list_meshes(trials, ranks) if ranks.world_size > 1 else ():
         is_split = ranks.resolve(settings.mesh).num_shards > 1
         kept = [
-            estimate(tried, ranks, {**changes, **_list_changes(given, tried)})
+            estimate(tried, ranks, {**changes, **list_changes(given, tried)})
             for tried in _list_kept(settings, is_split=is_split, accumulates=accumulates)
         ]
         found += kept
         fastest = min(kept, key=lambda layout: (not layout.fits, layout.time.step_s)).trial
         for tried in _list_rounded(fastest, given) if is_split else ():
-            found.append(estimate(tried, ranks, {**changes, **_list_changes(given, tried)}, rounds=True))
+            found.append(estimate(tried, ranks, {**changes, **list_changes(given, tried)}, rounds=True))
     return found
 
 
@@ -197,9 +197,10 @@ def _list_rounded(fastest: Trial, given: Settings) -> Iterator[Settings]:
         yield replace(fastest.settings, sharding=sharding)
 
 
-def _list_changes(given: Settings, tried: Settings, *, mesh: bool = False) -> dict[str, Any]:
+def list_changes(given: Settings, tried: Settings, *, mesh: bool = False) -> dict[str, Any]:
+    """Return the settings by which one differs from another, by their YAML path."""
     changes: dict[str, Any] = {}
-    for name in ("replicate", "shard") if mesh else ():
+    for name in [field.name for field in fields(Mesh)] if mesh else ():
         if getattr(given.mesh, name) != (value := getattr(tried.mesh, name)):
             changes[f"trainer.strategy.mesh.{name}"] = value
     for name in (*_KEPT, *_SENT):

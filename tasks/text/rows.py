@@ -231,6 +231,9 @@ def _suggest_columns(fields: Mapping[str, Any]) -> str:
             asked = [ours for ours, known in _MESSAGE.items() if value[0].keys().isdisjoint(known)]
             of_message = [f"{ours}: {theirs}" for ours, theirs in zip(asked, others, strict=False)]
             return f"columns: {{{', '.join([f'messages: {name}', *of_message])}}}"
+    in_any_case = {str(name).lower(): str(name) for name in fields}
+    if same := next((layout for layout in _LAYOUTS if in_any_case.keys() >= set(layout)), None):
+        return f"columns: {{{', '.join(f'{ours}: {in_any_case[ours]}' for ours in same)}}}"
     texts = [str(name) for name, value in fields.items() if isinstance(value, str)] or [str(name) for name in fields]
     guess = {
         ours: next((name for name in texts if name.lower() in (ours, *words)), None) for ours, words in _WORDS.items()

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
-from lit_fsdp.planning.layouts import Layout, choose_layout
+from lit_fsdp.planning.layouts import Layout, choose_layout, list_changes
+from lit_fsdp.sharding.mesh import Mesh
+from lit_fsdp.sharding.settings import Settings
 
 
 def make_layout(tokens_per_s: float, *, fits: bool = True, rounds: bool = False) -> Layout:
@@ -30,3 +32,9 @@ def test_the_fastest_that_fits_is_chosen_and_of_near_ones_the_simplest(
 ) -> None:
     assert choose_layout(layouts, rounds=False) is (None if exact is None else layouts[exact])
     assert choose_layout(layouts, rounds=True) is layouts[any_bits]
+
+
+def test_every_size_of_the_mesh_that_differs_is_named() -> None:
+    given = Settings(mesh=Mesh(replicate=2, sequence=2, tensor=2))
+    changes = {f"trainer.strategy.mesh.{name}": 1 for name in ("replicate", "sequence", "tensor")}
+    assert list_changes(given, Settings(), mesh=True) == changes

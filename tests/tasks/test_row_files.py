@@ -60,3 +60,11 @@ def test_a_data_set_of_a_hub_that_cannot_be_reached_takes_three_lines(
         with pytest.raises(ValueError, match="could not be reached"):
             OPEN[task]("nobody/nothing")
         assert len(lines) == 2 * number
+
+
+def test_hidden_files_of_a_folder_are_not_read(tmp_path: Path) -> None:
+    for name in ("a.txt", "below/b.txt", "._a.txt", ".ipynb_checkpoints/a.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text")
+    parts = list_parts(str(tmp_path), split="train", txt_documents="file")
+    assert [path.name for part in parts for path in part.list_files()] == ["a.txt", "b.txt"]

@@ -114,6 +114,14 @@ def test_all_kinds_of_sources_hold_the_same(
         assert np.array_equal(np.asarray(found.read(i)), np.asarray(expected.read(i)))
 
 
+def test_hidden_files_and_folders_are_no_images(folder: Path, tmp_path: Path) -> None:
+    copy = write_folder(tmp_path / "copy", {"cat": 2})
+    for name in ("._top.png", "cat/._000.png", "cat/.thumbs/0.png", ".git/0.png"):
+        (copy / name).parent.mkdir(exist_ok=True)
+        (copy / name).write_bytes(b"no image")
+    assert list(find(copy).labels or []) == ["cat"] * 2
+
+
 def test_digits_are_split_once_and_for_all() -> None:
     pytest.importorskip("sklearn")
     train, test = find("digits"), find("digits", split="test")

@@ -46,6 +46,7 @@ BROKEN: list[tuple[str, bytes, str, dict[str, Any]]] = [
     ("j.parquet", b"PAR1 but no more", "not readable as Parquet: ", {}),
     ("k.jsonl", b'["text"]\n', 'line 1: must be an object like {"text": "..."}, it is a list ([\'text\'])', {}),
     ("l.csv", b"text,more\nok,1\nbad\n", "line 3: has 1 fields, the header has 2", {}),
+    ("n.csv", b"Prompt,Completion,Notes\na,b,c\n", "line 2: the row has: Prompt, Completion, Notes: expected messages, conversations, prompt and completion, instruction and output, text; set columns, such as columns: {prompt: Prompt, completion: Completion}", {}),
     ("m.csv", b"body\nhello\n", "line 2: the row has: body: expected messages, conversations, prompt and completion, instruction and output, text; set columns, such as columns: {text: body}", {}),
     ("n.json", b'[{"text": "ok"}, {"text": null}]', 'row 2: "text" must be a string, it is null', {}),
     ("o.txt", b"fine\nnot fine \xff\n", "line 2: not UTF-8 (byte 0xff at column 10); convert the file", {}),
