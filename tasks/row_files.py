@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import logging
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -336,24 +337,28 @@ def parse_json(text: str) -> Any:
     return value
 
 
-def iterate_visible(folder: Path) -> Iterator[Path]:
-    """Yield what lies in a folder and those below it, but hidden files and folders, such as ``._a.png`` of macOS."""
-    for path in folder.rglob("*"):
-        if not any(part.startswith(".") for part in path.relative_to(folder).parts):
-            yield path
+def list_files(folder: Path, suffixes: Sequence[str], *, is_deep: bool = True) -> list[Path]:
+    """Return the files of a folder that have one of these endings in any case, sorted.
 
+    Hidden ones are left out, such as ``._a.png`` of macOS, and what is in hidden folders.
 
-def list_files(paths: Iterable[Path], suffixes: Sequence[str]) -> list[Path]:
-    """Return the files among paths that have one of these endings in any case, sorted; folders are left out.
+    Args:
+        folder: Where they are.
+        suffixes: With their dots.
+        is_deep: Also those in folders below it.
 
     Raises:
         ValueError: One of that ending is no regular file: a pipe would be waited for, and rows behind a broken link
             would be missing.
     """
+    named = []
+    for where, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if is_deep and not name.startswith(".")]
+        named += [Path(where, name) for name in names if not name.startswith(".")]
     found = []
-    for path in sorted(p for p in paths if p.suffix.lower() in suffixes):
+    for path in sorted(path for path in named if path.suffix.lower() in suffixes):
         if path.is_file():  # asked first, as each question is a round trip on a network disk
             found.append(path)
-        elif not path.is_dir():
+        else:
             refuse_special_file(path, str(path))
     return found

@@ -18,9 +18,9 @@ from lit_fsdp.export.quantized import Quantizer
 from lit_fsdp.export.safetensors_writer import open_tensor_files
 from lit_fsdp.weights.file_names import check_names, join_name
 from lit_fsdp.weights.hub_names import Part, convert_part
+from lit_fsdp.weights.safetensors_io import INDEX
 
 ADAPTER_CONFIG = "adapter_config.json"
-_INDEX = "model.safetensors.index.json"
 _SOURCE = "checkpoint"  # in errors
 # Of configurations, tokenizers and templates of chats. No code, and no weights that would be unpickled.
 _SMALL = (".json", ".jinja", ".txt", ".model", ".tokenizer", ".codes", ".bpe", ".spm", ".tiktoken", ".vocab")
@@ -64,7 +64,7 @@ def write_model(
         num_parameters = sum(p.numel() for p in model.parameters())
         metadata = {"total_parameters": num_parameters, **split.metadata}
         index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
-        (folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     return num_bytes
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.metadata import version
@@ -622,22 +622,19 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
     @override
     def on_validation_start(self) -> None:
         self._print_units()
-        self.finish_steps()
-        super().on_validation_start()
-        check_weights(self._module.trainer)
-        sync_buffers(self._module)
+        self._begin_evaluation(super().on_validation_start)
 
     @override
     def on_test_start(self) -> None:
-        self.finish_steps()
-        super().on_test_start()
-        check_weights(self._module.trainer)
-        sync_buffers(self._module)
+        self._begin_evaluation(super().on_test_start)
 
     @override
     def on_predict_start(self) -> None:
+        self._begin_evaluation(super().on_predict_start)
+
+    def _begin_evaluation(self, begin: Callable[[], None]) -> None:
         self.finish_steps()
-        super().on_predict_start()
+        begin()
         check_weights(self._module.trainer)
         sync_buffers(self._module)
 

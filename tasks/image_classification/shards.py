@@ -90,7 +90,7 @@ def _list_shards(source: str) -> list[str]:
         return _list_urls(source)
     path = Path(source).expanduser()
     if path.is_dir():
-        return [str(file) for file in list_files((p for p in path.iterdir() if not p.name.startswith(".")), (".tar",))]
+        return [str(file) for file in list_files(path, (".tar",), is_deep=False)]
     names = list(_expand_braces(str(path)))
     found = [hit for name in names for hit in (sorted(glob.glob(name)) if "*" in name else [name])]  # noqa: PTH207
     for name in found:

@@ -18,7 +18,7 @@ from lit_fsdp.tasks.data import DEFAULT_SPLITS, Split
 from lit_fsdp.tasks.image_classification.images import SUFFIXES, Images, decode
 from lit_fsdp.tasks.image_classification.manifests import MANIFESTS, check_label, read_table
 from lit_fsdp.tasks.image_classification.shards import is_url, read_object, read_shards
-from lit_fsdp.tasks.row_files import describe, iterate_visible, list_files, open_saved, tell_retries_once
+from lit_fsdp.tasks.row_files import describe, list_files, open_saved, tell_retries_once
 
 DIGITS = "digits"
 _DIGITS_SEED = 0  # of the held-out fifth; results on it are compared
@@ -128,9 +128,9 @@ def _load_digits(split: str) -> Images:
 
 def _list_folder(folder: Path) -> Images:
     """Return ``folder/<class>/**/<image>``, or images that lie in the folder itself, which have no labels."""
-    loose = list_files((path for path in folder.iterdir() if not path.name.startswith(".")), SUFFIXES)
+    loose = list_files(folder, SUFFIXES, is_deep=False)
     names = sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
-    found = [(path, name) for name in names for path in list_files(iterate_visible(folder / name), SUFFIXES)]
+    found = [(path, name) for name in names for path in list_files(folder / name, SUFFIXES)]
     if loose and found:
         raise ValueError(f"{folder}: holds images beside folders of classes, such as {loose[0].name}; move them")
     if not loose and not found:

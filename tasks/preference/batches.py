@@ -19,7 +19,7 @@ DESIRABLE, REFERENCE = "desirable", "reference_logps"  # [rows] and, in the orde
 _MISMATCH_SEED = 0  # not the seed setting: it decides what is learned, not in which order
 
 PreferenceRow = Mapping[str, Any]
-# Asked of for each row, as Lightning may build the loader, to count steps, before they are computed.
+# A function, as Lightning may build the loader, to count the steps of an epoch, before there is a reference.
 ReadReference = Callable[[], NDArray[np.float32] | None]
 
 

@@ -135,13 +135,11 @@ def _part_pair(fields: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     num_shared = len(list(takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False))))
     if isinstance(chosen, str) and num_shared and chosen[num_shared - 1] == " ":
         num_shared -= 1  # a space belongs to the word after it
-    if not num_shared and prompt is not None:
-        raise RowError(
-            f'the prompt is {describe(prompt)} and "chosen" a list of messages that does not begin with it: expected '
-            "the same form, such as a list of messages for both"
-        )
     if not num_shared:
-        raise RowError('"chosen" and "rejected" have no beginning in common and there is no prompt; set columns.prompt')
+        fault, fix = "there is no prompt", "set columns.prompt"
+        if prompt is not None:
+            fault, fix = f"the prompt is {describe(prompt)}, not messages", "give all three as messages, or all as text"
+        raise RowError(f'"chosen" and "rejected" have no beginning in common and {fault}; {fix}')
     if num_shared in (len(chosen), len(rejected)):
         raise RowError('one of "chosen" and "rejected" is the beginning of the other; set columns.prompt')
     return chosen[:num_shared], chosen[num_shared:], rejected[num_shared:]

@@ -194,8 +194,9 @@ def _find_layout(fields: Mapping[str, Any], row_format: RowFormat) -> str:
     found = _describe_fields(fields)
     if any(set(fields).issuperset(layout) for layout in _LAYOUTS):
         raise RowError(f"{found}, which format: {row_format.format} does not read; set format: auto")
-    known = ", ".join(" and ".join(layout[:1] if row_format.is_prompt else layout) for layout in kept)
-    raise RowError(f"{found}: expected {known}; set columns, such as {_suggest_columns(fields)}")
+    wanted = [layout[:1] if row_format.is_prompt else layout for layout in kept]
+    known = ", ".join(" and ".join(layout) for layout in wanted)
+    raise RowError(f"{found}: expected {known}; set columns, such as {_suggest_columns(fields, wanted)}")
 
 
 def _is_chat(fields: Mapping[str, Any], layout: str) -> bool:
@@ -222,8 +223,8 @@ def _refuse_unused(fields: Mapping[str, Any], layout: str, row_format: RowFormat
             raise RowError(f'columns.{name}: "{theirs}" has no place in {kind}; {fix}, or leave columns.{name} out')
 
 
-def _suggest_columns(fields: Mapping[str, Any]) -> str:
-    """Return a mapping that may be meant, as YAML."""
+def _suggest_columns(fields: Mapping[str, Any], wanted: Sequence[tuple[str, ...]]) -> str:
+    """Return a mapping that may be meant, as YAML: a wanted layout, if only the case of its names differs."""
     for name, value in fields.items():
         if isinstance(value, list) and value and isinstance(value[0], Mapping):
             names = {name for known in _MESSAGE.values() for name in known}
@@ -232,7 +233,7 @@ def _suggest_columns(fields: Mapping[str, Any]) -> str:
             of_message = [f"{ours}: {theirs}" for ours, theirs in zip(asked, others, strict=False)]
             return f"columns: {{{', '.join([f'messages: {name}', *of_message])}}}"
     in_any_case = {str(name).lower(): str(name) for name in fields}
-    if same := next((layout for layout in _LAYOUTS if in_any_case.keys() >= set(layout)), None):
+    if same := next((layout for layout in wanted if in_any_case.keys() >= set(layout)), None):
         return f"columns: {{{', '.join(f'{ours}: {in_any_case[ours]}' for ours in same)}}}"
     texts = [str(name) for name, value in fields.items() if isinstance(value, str)] or [str(name) for name in fields]
     guess = {

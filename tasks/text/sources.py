@@ -20,7 +20,7 @@ from lit_fsdp.cache import sample_file
 from lit_fsdp.checkpoint.remote import RemotePath, UnreachableError, is_remote, locate
 from lit_fsdp.files import refuse_special_file
 from lit_fsdp.redaction import redact
-from lit_fsdp.tasks.row_files import Row, drop_filled, iterate_visible, list_files, open_saved, tell_retries_once
+from lit_fsdp.tasks.row_files import Row, drop_filled, list_files, open_saved, tell_retries_once
 from lit_fsdp.tasks.text.files import READERS, read_file
 
 TxtDocuments = Literal["file", "line", "paragraph"]
@@ -294,7 +294,7 @@ def _find_files(source: str, path: Path) -> list[Path] | None:
             raise ValueError(f"{source}: cannot read {path.suffix or 'a file without a suffix'}; known are {kinds}")
         return [path]
     if path.is_dir():
-        found = list_files(iterate_visible(path), list(READERS))
+        found = list_files(path, list(READERS))
         if not found:
             raise ValueError(f"{source}: no file in this folder ends in {kinds}")
         return found

@@ -24,8 +24,8 @@ from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.tasks.pretrained import check_adapters, read_tokenizer_files
 from lit_fsdp.tasks.tts.families.family import Family, FamilyConfig
 from lit_fsdp.tasks.tts.families.model_types import parse_family
-from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_speech_model
-from lit_fsdp.weights.base_weights import BASE, LORA, describe_base, is_base
+from lit_fsdp.tasks.tts.pretrained import fetch_speech_model
+from lit_fsdp.weights.base_weights import BASE, LORA, describe_base, get_pretrained_folder, is_base
 from lit_fsdp.weights.load import materialize
 from lit_fsdp.weights.safetensors_io import TensorFiles
 
@@ -71,7 +71,7 @@ def describe_run(
 
 def read_generation_config(pretrained: str | None) -> str | None:
     """Return how a model says that it wants to generate, as text; ``None`` where it does not."""
-    path = find_speech_model(pretrained) / GENERATION if pretrained is not None else None
+    path = get_pretrained_folder(pretrained) / GENERATION if pretrained is not None else None
     return path.read_text() if path is not None and path.is_file() else None
 
 
@@ -184,7 +184,7 @@ def _open_base(name: str, stored: StoredCheckpoint) -> Path:
         ValueError: It is not there, or has other weights than those that they were trained over.
     """
     fetch_speech_model(name, "base")
-    folder = find_speech_model(name)
+    folder = get_pretrained_folder(name)
     with refuse_other_forms():
         trained, fingerprint = stored.meta[BASE]["name"], stored.meta[BASE]["fingerprint"]
     if not is_base(fingerprint, folder):

@@ -7,13 +7,11 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from lit_fsdp.adapters.lora import LoRA
+from lit_fsdp.adapters.lora import KEEPS_BASE, LoRA
 from lit_fsdp.quantization.layers import count_weights
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.reporting.sections import Section, Table
 from lit_fsdp.tasks.tts.families.family import Family
-
-_KEEPS_BASE = ("default", "gaussian")
 
 
 def make_parts_section(counts: Mapping[str, tuple[int, int]]) -> Section:
@@ -78,11 +76,11 @@ def check_adapters(lora: LoRA | None, quantization: Quantization | None) -> None
     if lora is None:
         return
     lora.check(is_quantized=quantization is not None)
-    if quantization is not None and lora.init_lora_weights not in _KEEPS_BASE:
+    if quantization is not None and lora.init_lora_weights not in KEEPS_BASE:
         raise ValueError(
             f"lora.init_lora_weights: got {lora.init_lora_weights!r} with quantization: speech "
             "is exported over the model in full, which is not "
-            f"what such adapters belong to: set {' or '.join(_KEEPS_BASE)}"
+            f"what such adapters belong to: set {' or '.join(KEEPS_BASE)}"
         )
 
 

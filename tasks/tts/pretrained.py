@@ -39,11 +39,6 @@ def _name_weights(folder: Path) -> str:
     return f"{stem}*.safetensors"
 
 
-def find_speech_model(pretrained: str) -> Path:
-    """Return the folder of a model that is there or has been fetched."""
-    return get_pretrained_folder(pretrained)
-
-
 def check_stored(raw: Mapping[str, Any], pretrained: str) -> None:
     """Refuse a model whose weights are stored quantized: exports need what they were made of.
 

@@ -23,9 +23,10 @@ from lit_fsdp.tasks.tts.families.model_types import is_speech_model, load_speech
 from lit_fsdp.tasks.tts.families.speaker_encoder import compute_mels
 from lit_fsdp.tasks.tts.generation import Sampling, SamplingValues, Speech
 from lit_fsdp.tasks.tts.preparation.audio import Audio
-from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_speech_model
+from lit_fsdp.tasks.tts.pretrained import fetch_speech_model
 from lit_fsdp.tasks.tts.tokenizer import load_tokenizer
 from lit_fsdp.tasks.tts.utterance import Batch, Codes, Utterance, get_context
+from lit_fsdp.weights.base_weights import get_pretrained_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,7 +240,7 @@ def open_speaker(source: str, sampling: Sampling | None = None, *, base: str | N
         if base is not None:
             raise ValueError("base: not used, as model is no checkpoint; leave it out")
         fetch_speech_model(source, "model")
-        folder = find_speech_model(source)
+        folder = get_pretrained_folder(source)
         settings = folder / GENERATION
         family, config, model = load_speech_model(folder)
         found = Speaker(

@@ -46,9 +46,16 @@ from lit_fsdp.tasks.tts.parts import (
     make_parts_section,
 )
 from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
-from lit_fsdp.tasks.tts.pretrained import check_stored, fetch_speech_model, find_speech_model
+from lit_fsdp.tasks.tts.pretrained import check_stored, fetch_speech_model
 from lit_fsdp.tasks.tts.utterance import Batch
-from lit_fsdp.weights.base_weights import BASE, CONFIG, begin_fingerprint, fetch_pretrained, knows_all_values
+from lit_fsdp.weights.base_weights import (
+    BASE,
+    CONFIG,
+    begin_fingerprint,
+    fetch_pretrained,
+    get_pretrained_folder,
+    knows_all_values,
+)
 from lit_fsdp.weights.load import init_weights
 
 _MAX_RATIO = 3  # speech of validation is up to this many times as long as what was recorded
@@ -191,7 +198,7 @@ class TextToSpeech(Task):
     def _open(self) -> tuple[Family, FamilyConfig]:
         if self._opened is None:
             if self.pretrained is not None:
-                self._opened = read_family(find_speech_model(self.pretrained))
+                self._opened = read_family(get_pretrained_folder(self.pretrained))
                 check_stored(self._opened[1].raw, self.pretrained)
             else:
                 assert self.config_settings is not None
@@ -249,7 +256,7 @@ class TextToSpeech(Task):
         if self.pretrained is None:
             init_weights(self.model, self.get_seed())
         else:
-            self.family.load_weights(self.model, find_speech_model(self.pretrained), seed=self.get_seed())
+            self.family.load_weights(self.model, get_pretrained_folder(self.pretrained), seed=self.get_seed())
 
     @property
     @override

@@ -24,7 +24,8 @@ from lit_fsdp.export.folder import write_small_files
 from lit_fsdp.export.out_folder import check_out, locate_out, write_beside
 from lit_fsdp.tasks.tts.checkpoint import GENERATION, SpeechCheckpoint, read_checkpoint
 from lit_fsdp.tasks.tts.codec.loading import has_codec
-from lit_fsdp.tasks.tts.pretrained import CODEC_FOLDER, fetch_speech_model, find_speech_model
+from lit_fsdp.tasks.tts.pretrained import CODEC_FOLDER, fetch_speech_model
+from lit_fsdp.weights.base_weights import get_pretrained_folder
 
 FIRST_ROW = 3000  # of the codec embedding, where official fine-tuning puts its voice
 _CODEC_EMBEDDING = "talker.model.codec_embedding.weight"
@@ -162,7 +163,7 @@ def _write(folder: Path, raw: Mapping[str, Any], weights: Mapping[str, Tensor], 
     base = None
     if source.pretrained is not None:
         fetch_speech_model(source.pretrained, "base")
-        base = find_speech_model(source.pretrained)
+        base = get_pretrained_folder(source.pretrained)
         weights = {**source.family.read_extra(base), **weights}
     save_file({n: t.contiguous() for n, t in weights.items()}, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.dumps(raw, indent=2, ensure_ascii=False) + "\n"

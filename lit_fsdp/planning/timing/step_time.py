@@ -288,11 +288,6 @@ class UnitTimes:
         """All that has to be done before its backward."""
         return self.copy_up * self.is_regathered + self.regather
 
-    @property
-    def after_backward(self) -> float:
-        """All that is done with its gradients."""
-        return self.reduce_scatter + self.all_reduce + self.copy_down
-
 
 def estimate_time(work: Workload, machine: Machine) -> StepTime:
     """Estimate the time of an optimizer step, see Note [Step time].

@@ -12,7 +12,8 @@ from lit_fsdp.tasks.tts.codec.formants import SPOKEN, build_codec_config, build_
 from lit_fsdp.tasks.tts.codec.frame_codec import FrameCodec
 from lit_fsdp.tasks.tts.codec.hub_codec import is_hub_codec, load_hub_codec, measure_hub_codec
 from lit_fsdp.tasks.tts.config import CONFIG, read_raw_config
-from lit_fsdp.tasks.tts.pretrained import CODEC_FOLDER, fetch_speech_model, find_speech_model
+from lit_fsdp.tasks.tts.pretrained import CODEC_FOLDER, fetch_speech_model
+from lit_fsdp.weights.base_weights import get_pretrained_folder
 
 
 def fetch_codec(name: str, setting: str) -> None:
@@ -23,13 +24,13 @@ def fetch_codec(name: str, setting: str) -> None:
 
 def open_codec(name: str, device: str | torch.device = "cpu") -> FrameCodec:
     """Return a codec by the name or folder of its model, which has been fetched; ``formants`` is the small one."""
-    codec = build_small_codec() if name == SPOKEN else load_codec(find_speech_model(name))
+    codec = build_small_codec() if name == SPOKEN else load_codec(get_pretrained_folder(name))
     return codec.to(device)
 
 
 def measure_codec(name: str) -> tuple[int, int]:
     """Return the number of codebooks of a codec and their size, from its configuration alone."""
-    folder = None if name == SPOKEN else find_codec(find_speech_model(name))
+    folder = None if name == SPOKEN else find_codec(get_pretrained_folder(name))
     if folder is not None and is_hub_codec(folder):
         return measure_hub_codec(folder)
     raw = build_codec_config() if folder is None else read_raw_config(folder)

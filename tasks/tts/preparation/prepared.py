@@ -175,8 +175,8 @@ def list_shards(source: str | Path) -> list[Path]:
     """
     path = Path(source).expanduser()
     refuse_special_file(path, str(source))
-    shards = list_files(path.iterdir() if path.is_dir() else [path], tuple(_READERS)) if path.exists() else []
-    shards = [shard for shard in shards if shard.name != "rejects.jsonl"]
+    shards = list_files(path, tuple(_READERS), is_deep=False) if path.is_dir() else [path]
+    shards = [s for s in shards if s.suffix.lower() in _READERS and s.is_file() and s.name != "rejects.jsonl"]
     if not shards:
         raise ValueError(
             f"{source}: no .parquet or .jsonl file in it: expected a folder that was written by "

@@ -37,7 +37,7 @@ from lit_fsdp.tasks.tts.preparation.cleaning import LONGEST_S, Cleaning
 from lit_fsdp.tasks.tts.preparation.manifest import ManifestRow
 from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
 from lit_fsdp.tasks.tts.preparation.transcribe import Transcribe, find_transcriber, load_transcriber
-from lit_fsdp.tasks.tts.pretrained import find_speech_model
+from lit_fsdp.weights.base_weights import get_pretrained_folder
 from lit_fsdp.weights.safetensors_io import compute_fingerprint
 
 _AHEAD = 4  # batches that are read at once, so that those of similar length share one
@@ -130,7 +130,7 @@ class Preparer:
         """Return what tells the models from others of the same name or folder: digests of their contents."""
         found = {}
         if self.model != SPOKEN:
-            folder = find_speech_model(self.model)
+            folder = get_pretrained_folder(self.model)
             found = {"model": _describe_folder(folder), "codec": _describe_folder(find_codec(folder))}
         if self.transcriber is not None:
             found["transcriber"] = _describe_folder(find_transcriber(self.transcriber))
@@ -305,7 +305,7 @@ class Preparer:
 
     def _read_model(self) -> tuple[Family, FamilyConfig] | tuple[None, None]:
         """Return family and configuration of the model; of a codec alone there are none."""
-        folder = find_speech_model(self.model) if self.model != SPOKEN else None
+        folder = get_pretrained_folder(self.model) if self.model != SPOKEN else None
         return read_family(folder) if folder is not None and is_speech_model(folder) else (None, None)
 
 
@@ -335,7 +335,7 @@ def _describe(error: Exception) -> str:
 
 @lru_cache(maxsize=1)
 def _load_encoder(name: str, device: str) -> SpeakerEncoder | None:
-    folder = find_speech_model(name)
+    folder = get_pretrained_folder(name)
     config = read_config(folder).speaker_encoder
     return None if config is None else load_speaker_encoder(folder, config).to(device)
 

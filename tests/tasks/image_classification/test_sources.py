@@ -116,10 +116,12 @@ def test_all_kinds_of_sources_hold_the_same(
 
 def test_hidden_files_and_folders_are_no_images(folder: Path, tmp_path: Path) -> None:
     copy = write_folder(tmp_path / "copy", {"cat": 2})
+    shards = Path(write_json_shards(copy, tmp_path))
+    (shards / "._hidden.tar").write_bytes(b"no tar")
     for name in ("._top.png", "cat/._000.png", "cat/.thumbs/0.png", ".git/0.png"):
         (copy / name).parent.mkdir(exist_ok=True)
         (copy / name).write_bytes(b"no image")
-    assert list(find(copy).labels or []) == ["cat"] * 2
+    assert list(find(copy).labels or []) == list(find(shards).labels or []) == ["cat"] * 2
 
 
 def test_digits_are_split_once_and_for_all() -> None:

@@ -101,10 +101,7 @@ def test_layouts_mean_a_prompt_with_completions(
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, '"chosen" and "rejected" are the same'),
         ({"chosen": "b", "rejected": "c"}, "have no beginning in common"),
         ({"chosen": "a b", "rejected": "a b c"}, "is the beginning of the other"),
-        (
-            {"prompt": "a", "chosen": [BETTER], "rejected": [WORSE]},
-            "that does not begin with it",
-        ),
+        ({"prompt": "a", "chosen": [BETTER], "rejected": [WORSE]}, "('a'), not messages; give all three as"),
         ({"prompt": "a", "chosen": [BETTER], "rejected": "c"}, "('c'): expected the same form"),
         ({"prompt": [USER], "chosen": "b", "rejected": "c"}, "the prompt is a list of messages"),
         ({"prompt": "a", "chosen": "b", "rejected": " "}, '"completion" is empty'),

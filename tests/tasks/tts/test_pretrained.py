@@ -11,9 +11,10 @@ import pytest
 from tokenizers.pre_tokenizers import ByteLevel
 
 from lit_fsdp.tasks.tts.families.qwen3_layout import encode_text
-from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_speech_model
+from lit_fsdp.tasks.tts.pretrained import fetch_speech_model
 from lit_fsdp.tasks.tts.tokenizer import load_tokenizer
 from lit_fsdp.weights import base_weights as base_model
+from lit_fsdp.weights.base_weights import get_pretrained_folder
 
 BESIDE = ["config.json", "generation_config.json", "tokenizer.json", "ckpt.pt", "pytorch_model.bin"]
 
@@ -55,7 +56,7 @@ def test_of_weights_that_are_there_twice_those_that_are_read_are_fetched(
         (hub / name).touch()
     (hub / "config.json").write_text(json.dumps({} if named is None else {"transformers_weights": named}))
     fetch_speech_model("someone/speech")
-    folder = find_speech_model("someone/speech")
+    folder = get_pretrained_folder("someone/speech")
     found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     beside = {"config.json", "generation_config.json", "tokenizer.json", index, "speech_tokenizer/model.safetensors"}
     assert found == wanted | beside
