@@ -156,6 +156,8 @@ def _enter(
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
         )
+        if "gloo" in backend:  # a rank that is done at once would leave while another one still connects to it
+            dist.all_reduce(torch.zeros(1))
         body, args = cloudpickle.loads(work) if isinstance(work, bytes) else work
         body(*args)
     except Exception:
