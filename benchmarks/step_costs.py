@@ -41,6 +41,8 @@ def list_costs(profiler: profile) -> Costs:
             if event.device_type != DeviceType.CPU:  # the same range once more
                 continue
             kind, name, attribute = "ranges", name.split()[0], whole  # without that of the unit
+        elif event.is_user_annotation and event.device_type != DeviceType.CPU:  # a range of Python code, no kernel
+            continue
         else:
             kind = "operators" if event.device_type == DeviceType.CPU else "kernels"
         calls, seconds = found[kind].get(name, (0, 0.0))

@@ -97,7 +97,7 @@ def run_ranks(
         with _show_gpus() if is_on_gpus else nullcontext():
             ranks = start_processes(
                 _enter,
-                args=(world_size, backend, timeout_s, folder, work),
+                args=(world_size, backend, timeout_s, folder, work, torch.initial_seed()),
                 nprocs=world_size,
                 join=False,
                 start_method="spawn" if is_on_gpus else "fork",
@@ -145,8 +145,11 @@ def _enter(
     timeout_s: float,
     folder: Path,
     work: bytes | tuple[Callable[..., None], tuple[object, ...]],
+    seed: int,
 ) -> None:
     torch.set_num_threads(1)
+    if isinstance(work, bytes):  # a forked one goes on where the test is
+        torch.manual_seed(seed)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     try:
         dist.init_process_group(

@@ -80,7 +80,7 @@ def test_a_gpu_without_memory_left_is_reported(tmp_path: Path) -> None:
     run_ranks(run_out, folder, tmp_path, world_size=1, backend="cpu:gloo,cuda:nccl")
 
 
-def test_offloaded_inputs_leave_the_gpu_and_come_back() -> None:
+def compare_offloaded_inputs() -> None:
     held, gradients = [], []
     x = torch.randn(2048, WIDTH, device="cuda")
     for is_offloaded in (False, True):
@@ -98,6 +98,10 @@ def test_offloaded_inputs_leave_the_gpu_and_come_back() -> None:
     # The first input is the test's; the last block keeps its own.
     assert held[2] - held[5] == (DEPTH - 2) * x.nbytes
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+def test_offloaded_inputs_leave_the_gpu_and_come_back() -> None:
+    run_ranks(compare_offloaded_inputs, world_size=1, is_on_gpus=True)
 
 
 def offload(folder: Path) -> None:
