@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = {
     "memory": ["plan_cpu", "closed form over allocator |", "| llama, lora, 32-true, 1 ranks, 2x160"],
-    "qlora": ["qlora_8b_16gib", "| stock | 1 | 1 |", "| ours 1 | 1 | 1 |", "| `FSDP::pre_forward` |"],
+    "qlora": ["qlora_8b_16gib", "| stock | 1 | 1 |", "| ours 1 | 1 | 1 |", "| `FSDP::cast_forward_inputs` |"],
     "lora": ["lora_8b_24gib", "| stock | 1 | 1 |", "| ours 1 | 1 | 1 |", "| `aten::mm` |"],
     "context": ["qlora_8b_24gib_16k_offload", "| ours 1 | 1 | 1 |"],
     "offload": ["offload_cpu", "| `no offload` |", "| `cpu_offload: {overlap_optimizer: true}` |"],

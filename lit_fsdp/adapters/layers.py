@@ -61,6 +61,13 @@ def switch_off_adapters(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
+def iterate_casting(model: nn.Module) -> Iterator[tuple[Any, list[nn.Parameter]]]:
+    """Yield the layers that cast the matrices of their adapter themselves if ``compute_dtype`` is set, with these."""
+    for _, layer in iterate_adapters(model):
+        if hasattr(layer, "compute_dtype") and layer.is_plain():
+            yield layer, [layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight]
+
+
 def list_adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return all trainable parameters of a model with adapters; of one without, nothing."""
     if next(iterate_adapters(model), None) is None:

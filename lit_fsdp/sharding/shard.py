@@ -24,6 +24,7 @@ from torch.distributed.fsdp import (
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from lit_fsdp.adapters.layers import iterate_casting
 from lit_fsdp.sharding.low_bit import (
     GatherBits,
     LowBitAllGather,
@@ -201,6 +202,8 @@ def shard_model(
     for parameter in whole:
         if not parameter.is_meta:  # those are made where they are needed
             parameter.data = parameter.data.to(mesh.device_type)  # of a GPU the current one, as FSDP2 has it
+    for layer, matrices in iterate_casting(model):
+        layer.compute_dtype = mp_policy.param_dtype if whole.issuperset(matrices) else None
     scalars = replicate_scalars(model, mesh, leave=whole)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": mp_policy, "offload_policy": offload_policy}
     options["ignored_params"] = whole | set(scalars)
@@ -227,16 +230,19 @@ def shard_model(
 def list_whole(
     model: nn.Module, world_size: int, offloads: bool, param_dtype: torch.dtype | None, sharding: Sharding
 ) -> set[nn.Parameter]:
-    """Return what one rank without offload computes with as it is stored: FSDP2 would copy it for each use.
+    """Return what one rank without offload computes with as it is stored, or casts in its layer.
 
-    Under ``no_sync`` FSDP2 adds gradients up in the dtype of reduction, so what may ever train is left to it.
+    FSDP2 would copy it for each use. Under ``no_sync`` it adds gradients up in the dtype of reduction, so what may ever
+    train is left to it.
     """
     if world_size > 1 or offloads:
         return set()
+    is_cast = {matrix for _, matrices in iterate_casting(model) for matrix in matrices}
     return {
         parameter
         for parameter in model.parameters()
-        if not parameter.is_floating_point() or (not sharding.no_sync and param_dtype in (None, parameter.dtype))
+        if not parameter.is_floating_point()
+        or (not sharding.no_sync and (param_dtype in (None, parameter.dtype) or parameter in is_cast))
     }
 
 

@@ -87,7 +87,8 @@ def fit_on_gpu(folder: Path, out: Path, task_options: Any, strategy: dict[str, A
 WAYS: dict[str, tuple[Quantization | None, LoRA]] = {
     **{name: (quantization, LORA) for name, quantization in BASES.items()},
     "int8": (Quantization(type="int8"), LORA),
-    "dora": (Quantization(), LoRA(r=4, alpha=8, use_dora=True)),
+    # Magnitudes start as norms of rows: a code of double quantization that tips over, see compare_bytes, moves one.
+    "dora": (Quantization(double_quant=False), LoRA(r=4, alpha=8, use_dora=True)),
     "olora": (Quantization(double_quant=False), LoRA(r=4, alpha=8, init_lora_weights="olora")),
 }
 

@@ -83,13 +83,33 @@ def _read_adapted(reader: Reader, name: str, module: Any, x: int) -> int:
         if before not in (nn.Identity, nn.Dropout) or (has_lengths and before is nn.Dropout):
             raise UnreadableModuleError(name, f"an adapter {'with dora ' * has_lengths}behind a {before.__name__}")
         dropped = tape.add_dropout(x, getattr(module.lora_dropout[key], "p", 0.0))
-        low = read_linear(reader, name, module.lora_B[key], read_linear(reader, name, lora_a, dropped))
+        low = read_linear(reader, name, lora_a, dropped)
+        if hasattr(module, "is_plain") and module.is_plain():
+            y = _read_up(reader, module.lora_B[key], y, low)
+            continue
+        added = read_linear(reader, name, module.lora_B[key], low)
         if has_lengths:
-            y = _read_dora(reader, module, key, (y, low))
+            y = _read_dora(reader, module, key, (y, added))
         else:
-            y = tape.add_sum(y, tape.add_pointwise("mul", low))
+            y = tape.add_sum(y, tape.add_pointwise("mul", added))
     tape.release(x)  # also of what was dropped
     return y
+
+
+def _read_up(reader: Reader, up: Any, y: int, low: int) -> int:
+    """Add the product that adds to ``y``, see Note [Adapter in one function] in ``adapters/linear.py``."""
+    tape, rank = reader.tape, up.weight.shape[1]
+    flops = 2 * (tape.sizes[y] // tape.itemsize) * rank
+    return tape.add(
+        "addmm",
+        (y, low),
+        tape.sizes[y],
+        saves=(low,),
+        weights=reader.list_trained(up.weight),
+        shares_grad=True,
+        flops=flops,
+        backward_flops=2 * flops,
+    )
 
 
 def _read_dora(reader: Reader, module: Any, key: str, values: tuple[int, int]) -> int:
