@@ -35,6 +35,7 @@ IMPORTS = {
     },
     "peft": {
         "peft.tuners.lora.LoraLayer",
+        "peft.tuners.lora.layer.Linear",
         "peft.tuners.lora.layer.ParamWrapper",
     },
     "safetensors": {

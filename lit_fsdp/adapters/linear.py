@@ -58,7 +58,7 @@ class AdaptedLinear(Linear):
         parts = self.lora_A, self.lora_B
         return (
             not self.lora_variant
-            and self._active_adapter in (ADAPTER, [ADAPTER])
+            and self.active_adapter in (ADAPTER, [ADAPTER])
             and all(ADAPTER in part and part[ADAPTER].bias is None for part in parts)
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,14 +11,15 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
+from typing_extensions import override
 
 from lit_fsdp.cache import get_cache_dir
+from lit_fsdp.tasks.data import Split, TaskData, check_least
 from lit_fsdp.tasks.length_groups import Ints, bundle_by_length
-from lit_fsdp.tasks.loading import PADDING, ResumableLoader, build_eval_loader, build_train_loader, hash_rows
-from lit_fsdp.tasks.shares import Share, check_share, count_largest
+from lit_fsdp.tasks.loading import PADDING, ResumableLoader, build_eval_loader, hash_rows
+from lit_fsdp.tasks.shares import Share, count_largest
 from lit_fsdp.tasks.tts.batch_places import StepCounts, TextDropout
 from lit_fsdp.tasks.tts.codec.formants import SPOKEN, make_corpus
 from lit_fsdp.tasks.tts.evaluation.prompts import PromptRow, read_prompts
@@ -34,7 +34,7 @@ from lit_fsdp.tasks.tts.utterance import Batch, Utterance
 _CHARACTERS_PER_S = 20  # more than anybody speaks, for an example batch
 
 
-class SpeechData(LightningDataModule):
+class SpeechData(TaskData):
     """Speech that ``python -m lit_fsdp prepare tts`` has written, and texts to speak.
 
     Args:
@@ -77,7 +77,8 @@ class SpeechData(LightningDataModule):
             ``~/.cache/lit_fsdp``.
     """
 
-    has_changing_lengths = True  # of batches, which code that is compiled should know
+    source_kinds = f"a folder that `lit_fsdp prepare tts` wrote, or {SPOKEN}"
+    has_changing_lengths = True
 
     def __init__(
         self,
@@ -103,37 +104,30 @@ class SpeechData(LightningDataModule):
         seed: int = 0,
         cache_dir: str | None = None,
     ) -> None:
-        super().__init__()
-        if not 0 <= validation_fraction < 1:
-            raise ValueError(f"validation_fraction: got {validation_fraction}: expected 0 to below 1, such as 0.05")
-        if validation_fraction and validation is not None:
-            raise ValueError("validation_fraction: not used, as validation names a source; leave one of them out")
+        super().__init__(
+            sources={"train": (train, None), "validation": (validation, None), "predict": (predict, None)},
+            validation_fraction=validation_fraction,
+            batch_size=batch_size,
+            eval_batch_size=eval_batch_size,
+            num_workers=num_workers,
+            shuffle=shuffle,
+            seed=seed,
+            global_batch_size=global_batch_size,
+            share=share,
+        )
+        check_least(1, repeat=repeat)
         if text_dropout is not None and not 0 <= text_dropout < 1:
             raise ValueError(f"text_dropout: got {text_dropout}: expected 0 to below 1, such as 0.15")
         if default_speaker is not None and not default_speaker.strip():
             raise ValueError(f"default_speaker: got {default_speaker!r}: expected a name")
         if not max_seconds > 0:
             raise ValueError(f"max_seconds: got {max_seconds}: expected above 0")
-        for name, value, least in (
-            ("batch_size", batch_size, 1),
-            ("eval_batch_size", batch_size if eval_batch_size is None else eval_batch_size, 1),
-            ("global_batch_size", batch_size if global_batch_size is None else global_batch_size, 1),
-            ("num_workers", num_workers, 0),
-            ("repeat", repeat, 1),
-        ):
-            if value < least:
-                raise ValueError(f"{name}: got {value}: expected {least} or more")
         if max_frames_per_batch is not None:
             _check_frame_bound(max_frames_per_batch, batch_size=batch_size, others=(global_batch_size, share))
         self.max_frames_per_batch = max_frames_per_batch
-        self.sources = {"train": train, "validation": validation, "predict": predict}
-        self.validation_fraction, self.max_seconds = validation_fraction, max_seconds
+        self.max_seconds, self.repeat = max_seconds, repeat
         self.tokenizer_name, self.speaker_embedding, self.streaming = tokenizer, speaker_embedding, streaming
         self.text_dropout, self.default_speaker = text_dropout, default_speaker
-        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size or batch_size  # not 0
-        check_share(share)
-        self.global_batch_size, self.share = global_batch_size, share
-        self.num_workers, self.repeat, self.shuffle, self.seed = num_workers, repeat, shuffle, seed
         self.cache_dir = get_cache_dir(cache_dir)
         self.speech_config: FamilyConfig | None = None
         self.voices: dict[str, Voice] = {}
@@ -194,7 +188,7 @@ class SpeechData(LightningDataModule):
             ValueError: With the row and what is wrong with it.
         """
         self.attach(config)
-        if stage == "predict" and (source := self.sources["predict"]) is not None:
+        if stage == "predict" and (source := self.sources["predict"][0]) is not None:
             for row in read_prompts(Path(source)):
                 try:
                     config.get_language_id(row.language, row.speaker)
@@ -209,9 +203,9 @@ class SpeechData(LightningDataModule):
         self._read_all(stage)
 
     def _read_all(self, stage: str | None) -> None:
-        if stage == "fit" and self.sources["train"] is None:
-            raise ValueError(f"train: not set; name a folder that `lit_fsdp prepare tts` wrote, or {SPOKEN}")
-        if self.sources["train"] is not None and "train" not in self._rows:
+        if stage == "fit" and self.sources["train"][0] is None:
+            raise self.describe_missing("train")
+        if self.sources["train"][0] is not None and "train" not in self._rows:
             rows = self._read("train")
             kept, held = hold_out(rows, self.validation_fraction)
             # Numbers of speakers also for those who were held out with all they say.
@@ -220,11 +214,11 @@ class SpeechData(LightningDataModule):
             self._rows["train"] = kept
             if held:
                 self._rows["validation"] = held
-        if self.sources["validation"] is not None and "validation" not in self._rows:
+        if self.sources["validation"][0] is not None and "validation" not in self._rows:
             self._rows["validation"] = self._read("validation")
 
-    def _read(self, split: str) -> list[PreparedRow]:
-        source = self.sources[split]
+    def _read(self, split: Split) -> list[PreparedRow]:
+        source, _ = self.sources[split]
         assert source is not None
         rows = make_corpus(self._get_config()) if source == SPOKEN else map_rows(source, self.cache_dir)
         rows = name_speakers(rows, self.default_speaker, is_needed=split == "train", source=source)
@@ -252,40 +246,28 @@ class SpeechData(LightningDataModule):
         num_rows = np.array([len(bundle) for bundle in bundles] * self.repeat)
         trainer: Any = self.trainer
         encoded = self._encode(rows)
-        loader = build_train_loader(
+        loader = self.load_train(
             [[encoded[row] for row in bundle] for bundle in bundles] * self.repeat,
-            batch_size=self.batch_size,
-            collate=partial(_collate_bundles, self._fill_in(self.family.collate)),
-            shuffle=self.shuffle,
-            seed=self.seed,
-            num_workers=self.num_workers,
-            trainer=trainer,
+            partial(_collate_bundles, self._fill_in(self.family.collate)),
             what=f"train ({len(rows)} clips)",
             fingerprint=hash_rows([*chain(*map(_list_contents, rows)), *([] if bound is None else [bound])]),
-            whole_steps=self.global_batch_size is not None,
-            share=self.share,
         )
         counts = StepCounts(loader, num_frames, num_rows, trainer, predicts_ends=self.family.predicts_ends)
         dropout = TextDropout(loader, self.family, self.text_dropout, num_rows) if self.text_dropout else None
         loader.annotate = counts if dropout is None else lambda batch, place: counts(dropout(batch, place), place)
         return loader
 
-    def val_dataloader(self) -> Any:
-        """Return this rank's validation batches, or none if nothing is set to validate on."""
-        if "validation" not in self._rows:
-            warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
-            return []
-        return build_eval_loader(
-            self._encode(self._rows["validation"]),
-            batch_size=self.eval_batch_size,
-            collate=partial(_collate_eval, self._fill_in(self.family.collate)),
-            num_workers=self.num_workers,
-            trainer=self.trainer,
+    @override
+    def build_eval_loader(self, split: Split) -> DataLoader[Any]:
+        if split not in self._rows:
+            raise self.describe_missing(split)
+        return self.load_eval(
+            self._encode(self._rows[split]), partial(_collate_eval, self._fill_in(self.family.collate))
         )
 
     def predict_dataloader(self) -> DataLoader[Any]:
         """Return this rank's prompts, with ``index`` to put what the model makes of them in order."""
-        source = self.sources["predict"]
+        source, _ = self.sources["predict"]
         if source is None:
             raise ValueError("predict: not set; name a .txt file with a text in each line, or JSON lines")
         rows = read_prompts(Path(source))

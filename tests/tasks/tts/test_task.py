@@ -292,10 +292,17 @@ def test_settings_that_contradict_each_other_are_refused(options: dict[str, Any]
         build_task(**options)
 
 
-def test_a_batch_of_nothing_is_refused(prepared: Path) -> None:
-    for name in ("batch_size", "eval_batch_size"):
-        with pytest.raises(ValueError, match=f"{name}: got 0: expected 1 or more"):
-            build_data(prepared, **{name: 0})
+@pytest.mark.parametrize(
+    ("name", "value", "least"), [("batch_size", 0, 1), ("eval_batch_size", 0, 1), ("repeat", 0, 1), ("seed", -1, 0)]
+)
+def test_settings_of_data_that_are_too_small_are_refused(prepared: Path, name: str, value: int, least: int) -> None:
+    with pytest.raises(ValueError, match=f"{name}: got {value}: expected {least} or more"):
+        build_data(prepared, **{name: value})
+
+
+def test_nothing_to_validate_on_is_an_error_where_that_is_asked_for(prepared: Path) -> None:
+    with pytest.raises(ValueError, match="validation: not set; name a folder that `lit_fsdp prepare tts` wrote"):
+        build_trainer().validate(build_task(), build_data(prepared), verbose=False)
 
 
 def test_a_run_samples_as_its_pretrained_model_says(tmp_path: Path) -> None:

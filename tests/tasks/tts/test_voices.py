@@ -74,7 +74,7 @@ def test_predict_knows_the_voices_of_a_checkpoint_without_its_data(tmp_path: Pat
     trainer.save_checkpoint(tmp_path / "run.ckpt")
     (tmp_path / "texts.jsonl").write_text('{"text": "a", "speaker": "Eve"}\n')
     data = build_data(tmp_path, predict=str(tmp_path / "texts.jsonl"), batch_size=1)
-    data.sources["train"] = None
+    data.sources["train"] = (None, None)
     (rows,) = build_trainer().predict(build_task(CSM, sampling=SHORT), data, ckpt_path=tmp_path / "run.ckpt")
     assert rows["index"] == [0]
 
