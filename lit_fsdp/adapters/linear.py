@@ -48,7 +48,9 @@ class AdaptedLinear(Linear):
         up: Any = self.lora_B[ADAPTER].weight
         scaling: float = self.scaling[ADAPTER]
         dtype = self.compute_dtype or down.dtype
-        if x.dtype == result.dtype == dtype and not (torch.compiler.is_compiling() or torch.is_autocast_enabled()):
+        if x.dtype == result.dtype == dtype and not torch.is_autocast_enabled():
+            if torch.compiler.is_compiling():  # a compiler merges by itself
+                return _add_products(result, x, down, up, scaling)[0]
             return _AddProducts.apply(result, x, down, up, scaling)  # type: ignore[no-untyped-call]
         added = linear(linear(x.to(dtype), down.to(dtype)), up.to(dtype))
         return (result + added * scaling).to(result.dtype)
@@ -78,10 +80,10 @@ class _AddProducts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, result: Tensor, x: Tensor, down: Tensor, up: Tensor, scaling: float) -> Tensor:
-        low = x.flatten(0, -2) @ down.to(x.dtype).t()
+        added, low = _add_products(result, x, down, up, scaling)
         ctx.save_for_backward(x, low, down, up)
         ctx.scaling = scaling
-        return torch.addmm(result.flatten(0, -2), low, up.to(x.dtype).t(), alpha=scaling).view(result.shape)
+        return added
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -97,3 +99,9 @@ class _AddProducts(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_x = (grad_low @ down.to(grad.dtype)).view(x.shape)
         return grad, grad_x, grad_down, grad_up, None
+
+
+def _add_products(result: Tensor, x: Tensor, down: Tensor, up: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """Return the sum [..., out], and ``x A^T`` [rows, r]."""
+    low = x.flatten(0, -2) @ down.to(x.dtype).t()
+    return torch.addmm(result.flatten(0, -2), low, up.to(x.dtype).t(), alpha=scaling).view(result.shape), low
