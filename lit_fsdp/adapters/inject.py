@@ -141,12 +141,9 @@ def _inject_into_layers(model: nn.Module, lora: LoRA, given: LoraConfig) -> None
         if any(is_experts(model.get_submodule(name.removeprefix(f"{_HELD}."))) for name in given.target_modules or ()):
             text = "fused experts are no layers; name their weights in target_parameters"
         raise ValueError(f"lora.target_modules: got {lora.target_modules!r}: {text}") from error
-    from lit_fsdp.adapters.linear import AdaptedLinear  # it imports peft
+    from lit_fsdp.adapters.linear import take_over  # it imports peft
 
-    for _, layer in iterate_adapters(model):
-        kind: Any = type(layer)
-        if kind is AdaptedLinear.__base__ and not layer.fan_in_fan_out:
-            layer.__class__ = AdaptedLinear
+    take_over(model)
 
 
 def _resolve_patterns(config: LoraConfig, setting: str, targets: Sequence[str]) -> dict[str, Any]:

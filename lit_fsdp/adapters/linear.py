@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 from typing_extensions import override
 
-from lit_fsdp.adapters.layers import ADAPTER
+from lit_fsdp.adapters.layers import ADAPTER, iterate_adapters
 
 
 class AdaptedLinear(Linear):
@@ -37,8 +37,7 @@ class AdaptedLinear(Linear):
     @override
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return [..., out] for ``x`` [..., in]."""
-        is_own = self.compute_dtype is not None or (self.is_plain() and not self._is_called())
-        if not is_own or self.disable_adapters or self.merged or args or kwargs:
+        if args or kwargs or self.disable_adapters or self.merged or not self.is_plain() or self._calls_parts():
             return super().forward(x, *args, **kwargs)
         result: Tensor = self.base_layer(x)
         dropout = self.lora_dropout[ADAPTER]
@@ -64,15 +63,22 @@ class AdaptedLinear(Linear):
             and all(ADAPTER in part and part[ADAPTER].bias is None for part in parts)
         )
 
-    def _is_called(self) -> bool:
-        """Whether the modules of the matrices do something else, or more, when they are called: FSDP2 gathers."""
-        parts = self.lora_A[ADAPTER], self.lora_B[ADAPTER]
-        return any(
-            type(part) is not nn.Linear
-            or bool(part._forward_hooks or part._forward_pre_hooks)
-            or isinstance(part.weight, DTensor)
-            for part in parts
-        )
+    def _calls_parts(self) -> bool:
+        """Whether the modules of the matrices must be called: a hook of somebody, or of FSDP2, which gathers."""
+        for part in (self.lora_A[ADAPTER], self.lora_B[ADAPTER]):
+            if type(part) is not nn.Linear or isinstance(part.weight, DTensor):
+                if self.compute_dtype is None:  # else there is nothing to gather
+                    return True
+            elif part._forward_hooks or part._forward_pre_hooks:
+                return True
+        return False
+
+
+def take_over(model: nn.Module) -> None:
+    """Make the linear layers of peft inside a model such layers, in place."""
+    for _, layer in iterate_adapters(model):
+        if type(layer) is Linear and not layer.fan_in_fan_out:
+            layer.__class__ = AdaptedLinear
 
 
 class _AddProducts(torch.autograd.Function):
@@ -89,13 +95,13 @@ class _AddProducts(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads  # [..., out]
         x, low, down, up = ctx.saved_tensors
-        rows = grad.flatten(0, -2)
+        rows = grad.reshape(-1, grad.shape[-1])
         grad_low = (rows @ up.to(grad.dtype)).mul_(ctx.scaling)
         grad_x = grad_down = grad_up = None
         if ctx.needs_input_grad[3]:
             grad_up = (rows.t() @ low).mul_(ctx.scaling).to(up.dtype)
         if ctx.needs_input_grad[2]:
-            grad_down = (grad_low.t() @ x.flatten(0, -2)).to(down.dtype)
+            grad_down = (grad_low.t() @ x.reshape(-1, x.shape[-1])).to(down.dtype)
         if ctx.needs_input_grad[1]:
             grad_x = (grad_low @ down.to(grad.dtype)).view(x.shape)
         return grad, grad_x, grad_down, grad_up, None
@@ -103,5 +109,6 @@ class _AddProducts(torch.autograd.Function):
 
 def _add_products(result: Tensor, x: Tensor, down: Tensor, up: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
     """Return the sum [..., out], and ``x A^T`` [rows, r]."""
-    low = x.flatten(0, -2) @ down.to(x.dtype).t()
-    return torch.addmm(result.flatten(0, -2), low, up.to(x.dtype).t(), alpha=scaling).view(result.shape), low
+    low = x.reshape(-1, x.shape[-1]) @ down.to(x.dtype).t()
+    rows = result.reshape(-1, result.shape[-1])
+    return torch.addmm(rows, low, up.to(x.dtype).t(), alpha=scaling).view(result.shape), low

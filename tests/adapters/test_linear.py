@@ -58,6 +58,7 @@ def run(forward: Callable[..., Tensor], layer: nn.Module, *sizes: int) -> list[T
         (LoRA(r=4, alpha=6), False, (2, 7)),
         (LoRA(r=4, alpha=6, dropout=0.3), True, (5,)),
         (LoRA(r=3, alpha=6, use_rslora=True), True, (2, 3, 5)),
+        (LoRA(r=4, alpha=6), True, ()),
     ],
 )
 def test_outputs_and_gradients_are_those_of_peft(
@@ -111,9 +112,12 @@ def test_what_else_is_asked_of_a_layer_goes_the_way_of_peft() -> None:
     handle = layer.lora_A["default"].register_forward_hook(lambda *given: seen.append(given[2]))
     hooked = layer(x)
     assert len(seen) == 1
+    layer.compute_dtype = torch.float32  # as one rank sets it
+    layer(x)
+    assert len(seen) == 2
     handle.remove()
     assert torch.allclose(layer(x), hooked, atol=1e-6)
-    assert len(seen) == 1
+    assert len(seen) == 2
     with switch_off_adapters(layer):
         assert torch.equal(layer(x), layer.base_layer(x))
     before = layer(x)
