@@ -100,7 +100,7 @@ def _read_up(reader: Reader, up: Any, y: int, low: int) -> int:
     """Add the product that adds to ``y``, see Note [Adapter in one function] in ``adapters/linear.py``."""
     tape, rank = reader.tape, up.weight.shape[1]
     flops = 2 * (tape.sizes[y] // tape.itemsize) * rank
-    return tape.add(
+    added = tape.add(
         "addmm",
         (y, low),
         tape.sizes[y],
@@ -110,6 +110,9 @@ def _read_up(reader: Reader, up: Any, y: int, low: int) -> int:
         flops=flops,
         backward_flops=2 * flops,
     )
+    if tape.needs_grad[low]:
+        tape.keep(low)  # a function of Python saves when it has run, so recomputation ends after it, not before
+    return added
 
 
 def _read_dora(reader: Reader, module: Any, key: str, values: tuple[int, int]) -> int:
