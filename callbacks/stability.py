@@ -15,7 +15,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lit_fsdp.profiling.anomalies import KINDS, SpikeDetector, UnitWatch, classify, conclude, describe, make_row
+from lit_fsdp.profiling.anomalies import (
+    KINDS,
+    NO_TARGETS,
+    SpikeDetector,
+    UnitWatch,
+    classify,
+    conclude,
+    describe,
+    make_row,
+)
 from lit_fsdp.profiling.clock import Clock, Mark
 from lit_fsdp.profiling.flops import is_compiled
 from lit_fsdp.reporting.metrics import find_checkpoint_folder, is_logging_step, is_trial, log_values
@@ -75,7 +84,7 @@ class _StepState:
 
 
 class StabilityMonitor(StepCallback):
-    """Find steps with a NaN or infinite loss or gradient, or a spike of either, and warn, skip them or stop.
+    """Find steps with a NaN or infinite loss or gradient, a spike of either, or no targets; warn, skip them or stop.
 
     A bad step is reported with its number, the ranks whose own loss was bad, their samples (rows of the training data,
     where the loader knows them: those of our tasks do) and the first FSDP unit (block) whose output was not finite; if
@@ -88,13 +97,14 @@ class StabilityMonitor(StepCallback):
     change, so the host waits for the GPU once a step. A skipped step changes no weight, no optimizer state and no step
     count of the optimizer; the schedule, the step number and the place in the data go on. ``stop`` leaves the step out
     too, saves ``unstable-step=<n>.ckpt`` and raises ``UnstableTrainingError`` on all ranks: resuming from there goes on
-    after the bad batch. All ranks judge the same numbers, so they all do the same.
+    after the bad batch. A step without targets, whose loss and gradient are 0, ends nothing, but is left out. All ranks
+    judge the same numbers, so they all do the same.
 
     Where float16 gradients are scaled (``16-mixed``), infinite ones are how the scaler finds its scale: they are not
     counted.
 
     Logs ``stability/skipped_steps``, ``stability/nonfinite_loss``, ``stability/nonfinite_grad``,
-    ``stability/loss_spike`` and ``stability/grad_norm_spike``: how many so far.
+    ``stability/no_targets``, ``stability/loss_spike`` and ``stability/grad_norm_spike``: how many so far.
 
     Args:
         policy: What to do about a bad step.
@@ -223,8 +233,9 @@ class StabilityMonitor(StepCallback):
         loss, norm = state.values.tolist()
         limits = {"loss_spike": self._loss.compute_limit(), "grad_norm_spike": self._norm.compute_limit()}
         kind = classify(loss, norm, limits, is_scaled=state.is_scaled)
-        self._loss.add(loss)
-        self._norm.add(norm)
+        if kind != NO_TARGETS:  # it says nothing about others
+            self._loss.add(loss)
+            self._norm.add(norm)
         if kind is None:
             self._num_bad = 0
             return False
@@ -233,14 +244,16 @@ class StabilityMonitor(StepCallback):
         if self.policy != "warn":
             self._counts["skipped_steps"] += 1
         # A model that is broken stays so: its first step tells why.
+        ends = self.policy == "stop" and kind != NO_TARGETS  # which breaks nothing
         if self.policy != "warn" or self._num_bad == 1:
-            values = {"loss": loss, "grad_norm": norm, "limit": limits.get(kind), "action": self.policy}
+            action = "skip" if self.policy == "stop" and not ends else self.policy
+            values = {"loss": loss, "grad_norm": norm, "limit": limits.get(kind), "action": action}
             found = self._diagnose(state, kind, has_gradients=has_gradients)
             event = {"step": state.step, "kind": kind, **values, **found}
             self._events = [*self._events, event][:_MAX_EVENTS]
             rank_zero_warn(describe(event))
-        if self.policy == "stop" or (self.policy == "skip" and self._num_bad >= self.max_skips):
-            why = "" if self.policy == "stop" else f", the last of {self._num_bad} bad steps in a row (max_skips)"
+        if ends or (self.policy == "skip" and self._num_bad >= self.max_skips):
+            why = "" if ends else f", the last of {self._num_bad} bad steps in a row (max_skips)"
             self._error = f"step {state.step}: {KINDS[kind]}{why}"
         return True
 

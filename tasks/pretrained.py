@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from huggingface_hub.errors import StrictDataclassError
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
@@ -40,7 +41,9 @@ from lit_fsdp.weights.base_weights import (
     BASE,
     CONFIG,
     LORA,
+    TOKENIZER,
     begin_fingerprint,
+    check_config_file,
     describe_base,
     fetch_pretrained,
     get_pretrained_folder,
@@ -300,6 +303,32 @@ class PretrainedTask(Task):
     def _has_base(self) -> bool:
         """Whether a checkpoint leaves out weights, which it knows by their fingerprint instead."""
         return self.restores_frozen and any(not p.requires_grad for p in self.parameters())
+
+
+def load_stored_tokenizer(name: str) -> Any:
+    """Return the tokenizer of a folder or of a model on the Hub.
+
+    Raises:
+        ValueError: There is none.
+    """
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    # First, as Transformers tries a Hub that it cannot reach for minutes; seen in 5.23.
+    fetch_pretrained(name, "tokenizer", TOKENIZER)
+    folder = get_pretrained_folder(name, TOKENIZER)
+    check_config_file(folder)
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # warns of config.json, whose type of model it may not know and need not
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except StrictDataclassError as error:
+        raise ValueError(f"tokenizer: got {name!r}: config.json: {error.__cause__ or error}") from error
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"tokenizer: got {name!r}: there is no tokenizer that can be loaded: {reason}") from error
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def read_tokenizer_files(tokenizer: Any) -> dict[str, str | bytes]:

@@ -22,6 +22,7 @@ from lit_fsdp.checkpoint.remote import Location, RemotePath, locate
 from lit_fsdp.checkpoint.sharded import META, read_meta
 from lit_fsdp.checkpoint.single_file import read_single_file
 from lit_fsdp.checkpoint.untrusted import METADATA, load_state, read_metadata
+from lit_fsdp.errors import nearest
 from lit_fsdp.files import refuse_special_file
 
 EXPORT = "export"  # in the metadata of a checkpoint: the small files of the folder, by name
@@ -62,7 +63,10 @@ def resolve_checkpoint(given: str | Path | RemotePath) -> Location:
     if isinstance(path, Path):
         refuse_special_file(path, f"checkpoint: {path}")
     if not path.exists():
-        raise ValueError(f"checkpoint: {path} does not exist: expected the folder of a checkpoint or of a run")
+        names = [other.name for other in path.parent.glob("*/")] if isinstance(path, Path) else ()
+        guess = nearest(path.name, names)
+        hint = f"did you mean {path.parent / guess}?" if guess else "expected the folder of a checkpoint or of a run"
+        raise ValueError(f"checkpoint: {path} does not exist: {hint}")
     inner = enter(path)
     if inner.is_file():
         raise ValueError(f"checkpoint: {path} is a file: expected a folder that FSDP2Strategy has written")

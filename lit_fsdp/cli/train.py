@@ -50,7 +50,7 @@ from lit_fsdp.sharding.settings import PRESETS
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy  # registers `strategy: fsdp2`
 from lit_fsdp.strategy.launcher import describe_failed, end_for_lost, stop_children
 from lit_fsdp.strategy.lightning_internals import list_waiting_monitors
-from lit_fsdp.strategy.processes import choose_processes, count_devices, is_torchrun
+from lit_fsdp.strategy.processes import choose_processes, count_devices, describe_crowd, is_torchrun
 from lit_fsdp.strategy.roll_call import share_refusal
 from lit_fsdp.strategy.slurm import describe_idle, find_own_tasks, mend_variables
 from lit_fsdp.strategy.trainer_settings import (
@@ -295,6 +295,7 @@ class TrainerCLI(LightningCLI):
             # Of this process and the ranks it starts. Else peft, by bitsandbytes, and Lightning, by its sanity check,
             # start CUDA on each GPU; seen in peft 0.21 and lightning 2.6.
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        has_accelerator = trainer["accelerator"] != "cpu" and torch.accelerator.is_available()
         try:
             has_ranks = self.command in _PARTS and not is_torchrun(os.environ)  # a plan starts nothing
             tasks = find_own_tasks() if has_ranks else None
@@ -302,12 +303,15 @@ class TrainerCLI(LightningCLI):
                 trainer["devices"],
                 trainer["num_nodes"],
                 cpu_processes=self._get(self.config, "cpu_processes"),
-                has_accelerator=trainer["accelerator"] != "cpu" and torch.accelerator.is_available(),
+                has_accelerator=has_accelerator,
                 environ=os.environ,
                 tasks=tasks,
             )
         except ValueError as error:
             raise ConfigError(str(error)) from None
+        num_local = count_devices(self.devices)
+        if has_ranks and not has_accelerator and (crowd := describe_crowd(num_local or 1, os.cpu_count() or 1)):
+            rank_zero_warn(crowd)
         if tasks is not None:
             mend_variables(os.environ, tasks)
             is_left_open = trainer["accelerator"] != "cpu" and count_devices(trainer["devices"]) is None

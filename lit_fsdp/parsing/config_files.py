@@ -176,12 +176,12 @@ class _EndlessError(yaml.MarkedYAMLError):  # type: ignore[misc]  # yaml has no 
     problem: str
 
 
-def _check_size(text: str) -> None:
+def _check_size(text: str, loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)) -> None:
     """Count nodes as they are after aliases are replaced, without making one."""
     open_sizes: list[int] = [0]  # of the collections around the present place, the whole text first
     open_anchors: list[str | None] = [None]
     sizes: dict[str, int] = {}
-    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+    for event in yaml.parse(text, Loader=loader):
         problem, anchor = None, getattr(event, "anchor", None)
         if isinstance(event, yaml.AliasEvent):
             if anchor in open_anchors:
@@ -221,7 +221,7 @@ def _read_nodes(file: Path) -> yaml.Node | None:
         except _EndlessError:
             raise
         except yaml.YAMLError:
-            pass  # libyaml's words say less than those of the next line, which raises it again
+            _check_size(text, yaml.SafeLoader)  # raises it again, with a place and words where libyaml has fewer
         root: yaml.Node | None = yaml.compose(text, Loader=yaml.SafeLoader)
         load_yaml(text)
         return root

@@ -13,6 +13,7 @@ import collections.abc
 import dataclasses
 import os
 import pkgutil
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -323,7 +324,10 @@ def _explain(refusal: _Refusal, parser: jsonargparse.ArgumentParser) -> tuple[st
             first, *others = (_without_subcommand(key, at["parser"]) for key in at["missing"])
             also = f" (also missing: {', '.join(others)})" if others else ""
             owner = f", {refusal.owner} cannot do without" if refusal.owner else ""
-            return first, f"missing: expected a value{owner}{also}"
+            where = (
+                ", here or in the YAML of --config" if any(a.dest == "config" for a in at["parser"]._actions) else ""
+            )
+            return first, f"missing: expected a value{where}{owner}{also}"
         case "import_object":
             return _explain_import(refusal)
         case "_load_config":
@@ -413,6 +417,8 @@ def _explain_missing_module(name: str) -> str:
 
 def _describe_mapping(settings: Any, value: Any) -> str:
     """Return what to write instead of a plain value: the key that takes it, if one does."""
+    if re.match(r"\{\s*\w+:[^\s,}]", str(value)):
+        return f"a mapping of the keys of {settings.__name__}, with a space after each colon"
     key = next((name for name, hint in get_type_hints(settings).items() if value in get_args(hint)), None)
     missing = (dataclasses.MISSING, dataclasses.MISSING)
     has_defaults = all((field.default, field.default_factory) != missing for field in dataclasses.fields(settings))

@@ -16,9 +16,11 @@ from torch.utils._pytree import tree_leaves
 
 from lit_fsdp.sharding.wrap import Wrap, plan_module
 
+NO_TARGETS = "no_targets"
 KINDS = {
     "nonfinite_loss": "the loss is not finite",
     "nonfinite_grad": "the gradient is not finite",
+    NO_TARGETS: "loss and gradient are 0: no row has a target to learn",
     "loss_spike": "a spike of the loss",
     "grad_norm_spike": "a spike of the gradient norm",
 }
@@ -119,6 +121,8 @@ def classify(loss: float, norm: float, limits: dict[str, float], *, is_scaled: b
         return "nonfinite_loss"
     if not math.isfinite(norm):
         return None if is_scaled else "nonfinite_grad"
+    if loss == norm == 0:
+        return NO_TARGETS
     if loss > limits["loss_spike"]:
         return "loss_spike"
     return "grad_norm_spike" if norm > limits["grad_norm_spike"] else None
@@ -156,16 +160,16 @@ def conclude(everyone: list[dict[str, Any]], kind: str, units: list[str]) -> dic
 
 def describe(event: dict[str, Any]) -> str:
     """Return one sentence for people."""
-    loss, norm, limit = (event[name] for name in ("loss", "grad_norm", "limit"))
-    value = norm if event["kind"].endswith("grad") or event["kind"] == "grad_norm_spike" else loss
-    above = "" if limit is None else f", above {limit:.4g}"
-    ranks = event["ranks"]
-    named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-    who = named if ranks else "no rank's own loss stands out"
+    kind, ranks = event["kind"], event["ranks"]
+    found = "; "
+    if kind != NO_TARGETS:  # for which no rank stands out
+        value = event["grad_norm" if kind in ("nonfinite_grad", "grad_norm_spike") else "loss"]
+        above = "" if event["limit"] is None else f", above {event['limit']:.4g}"
+        named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        found = f" ({value:.4g}{above}); {named if ranks else 'no rank stands out by its own loss'}, "
     done = {"warn": "", "skip": "; skipped", "stop": "; the run ends before the weights change"}[event["action"]]
     return (
-        f"step {event['step']}: {KINDS[event['kind']]} ({value:.4g}{above}); {who}, "
-        f"{_describe_samples(event['samples'])}{_describe_unit(event)}{done}"
+        f"step {event['step']}: {KINDS[kind]}{found}{_describe_samples(event['samples'])}{_describe_unit(event)}{done}"
     )
 
 

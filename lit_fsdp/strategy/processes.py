@@ -51,6 +51,14 @@ def choose_processes(
     return devices, num_nodes
 
 
+def describe_crowd(num_processes: int, num_cores: int) -> str | None:
+    """Say that processes without GPUs have to share cores; ``None`` where each has its own."""
+    if num_processes <= num_cores:
+        return None
+    cores = "1 core" if num_cores == 1 else f"{num_cores} cores"
+    return f"{num_processes} processes compute on {cores}, as there is no GPU for them: they wait for one another"
+
+
 def _take_started(
     devices: Any, num_nodes: int, local: int, nodes: int, launcher: str, options: tuple[str, str]
 ) -> tuple[Any, int]:

@@ -24,6 +24,7 @@ LORA = "lora"  # there too: the settings of the adapters
 IMAGE_SIZE = "image_size"  # there too: height and width to which position embeddings were interpolated
 WEIGHTS = ("model*.safetensors", "*.json")  # the files of a model, without copies in other layouts
 CONFIG = ("config.json",)
+TOKENIZER = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 _PATIENCE_S = 5.0  # of a save, which a scheduler may give 30 s in all
 _BEGUN: dict[Path, Future[str]] = {}  # not in a task, which may be copied
 PROCESSOR = ("preprocessor_config.json", "processor_config.json", "config.json")  # how it wants its images
@@ -56,12 +57,14 @@ def fetch_pretrained(pretrained: str, setting: str = "pretrained", patterns: Seq
     try:
         snapshot_download(pretrained, allow_patterns=list(patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        guess = nearest(folder.name, [path.name for path in folder.parent.glob("*/")])
+        near = folder.parent / guess if guess else None
         if _is_meant_locally(pretrained):
-            guess = nearest(folder.name, [path.name for path in folder.parent.glob("*/")])
-            hint = f"did you mean {folder.parent / guess}?" if guess else f"seen from {Path.cwd()}"
+            hint = f"did you mean {near}?" if near else f"seen from {Path.cwd()}"
             raise ValueError(f"{setting}: got {pretrained!r}: there is no such folder: {hint}") from error
         first = str(error).strip().splitlines()[0]
-        raise ValueError(f"{setting}: got {pretrained!r}: no such folder, and the Hub says: {first}") from error
+        hint = f"; did you mean the folder {near}?" if near else ""
+        raise ValueError(f"{setting}: got {pretrained!r}: no such folder, and the Hub says: {first}{hint}") from error
 
 
 def get_pretrained_folder(pretrained: str, patterns: Sequence[str] = WEIGHTS) -> Path:

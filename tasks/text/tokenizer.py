@@ -7,11 +7,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
-
 from lit_fsdp.files import refuse_special_file
-from lit_fsdp.tasks.pretrained import read_tokenizer_files
-from lit_fsdp.weights.base_weights import check_config_file
+from lit_fsdp.tasks.pretrained import load_stored_tokenizer, read_tokenizer_files
 
 END = "<|endoftext|>"
 PAD = "<|pad|>"
@@ -40,20 +37,11 @@ class TrainTokenizer:
 
 def load_tokenizer(name: str) -> Any:
     """Return the tokenizer of a folder or of a model on the Hub. Its end token must be known."""
-    from transformers import AutoTokenizer
-
-    check_config_file(Path(name).expanduser())
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except StrictDataclassError as error:
-        raise ValueError(f"tokenizer {name!r}: config.json: {error.__cause__ or error}") from error
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"tokenizer {name!r}: no such folder with a tokenizer, nor loadable from the Hub: {reason}"
-        ) from error
+    tokenizer = load_stored_tokenizer(name)
     if get_end_id(tokenizer) is None:
-        raise ValueError(f"tokenizer {name!r} has no eos_token to end documents with; set it in tokenizer_config.json")
+        raise ValueError(
+            f"tokenizer: got {name!r}: it has no eos_token to end documents with; set it in tokenizer_config.json"
+        )
     return tokenizer
 
 

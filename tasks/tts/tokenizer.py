@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from lit_fsdp.tasks.pretrained import load_stored_tokenizer
+
 BYTES = "bytes"
 _SPECIAL = ("<|im_start|>", "<|im_end|>", "assistant", "<tts_pad>", "<tts_text_bos>", "<tts_text_eod>")
 
@@ -14,22 +16,7 @@ def load_tokenizer(name: str) -> Any:
     Raises:
         ValueError: There is none.
     """
-    if name == BYTES:
-        return build_byte_tokenizer()
-    from transformers import AutoTokenizer
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # warns of config.json, whose type of model it does not know and need not
-    try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"tokenizer: got {name!r}: no such folder with a tokenizer, nor loadable from the Hub: {reason}"
-        ) from error
-    finally:
-        logging.set_verbosity(verbosity)
+    return build_byte_tokenizer() if name == BYTES else load_stored_tokenizer(name)
 
 
 def build_byte_tokenizer() -> Any:

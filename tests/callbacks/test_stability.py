@@ -96,6 +96,7 @@ def fit(
     callbacks: list[Any],
     *,
     order: list[int] | None = None,
+    data: type[Order] = Order,
     accumulate: int = 1,
     optimizer: str = "adamw",
     strategy: dict[str, Any] | None = None,
@@ -113,7 +114,7 @@ def fit(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            trainer.fit(task, Order(batch_size, order or list(range(NUM_ROWS))), ckpt_path=ckpt_path)
+            trainer.fit(task, data(batch_size, order or list(range(NUM_ROWS))), ckpt_path=ckpt_path)
         finally:
             trainer.said = [str(w.message) for w in caught if "step " in str(w.message)]  # type: ignore[attr-defined]
     return task, trainer
@@ -252,6 +253,35 @@ def warn(folder: Path) -> None:
 
 def test_warn_reports_the_first_bad_step_and_changes_nothing(folder: Path) -> None:
     run_ranks(warn, folder)
+
+
+def learn_nothing(folder: Path, policy: Any) -> None:
+    class Silent(Order):
+        def train_dataloader(self) -> DataLoader[Any]:
+            loader = super().train_dataloader()
+            begin = (BAD_STEP - 1) * GLOBAL_BATCH
+            for row in loader.dataset[begin : begin + GLOBAL_BATCH]:  # type: ignore[index]
+                row["labels"].fill_(-100)
+            return loader
+
+    monitor, kept = StabilityMonitor(policy=policy), Keeper()
+    _, trainer = fit(folder, [monitor, kept], data=Silent, max_steps=4)
+    (event,) = monitor.state_dict()["events"]
+    assert (event["step"], event["kind"], event["ranks"]) == (BAD_STEP, "no_targets", [])
+    assert event["samples"] == {"0": [16, 17, 18, 19], "1": [20, 21, 22, 23]}
+    assert len(monitor.state_dict()["loss"]) == 3
+    assert (differ(kept.states[2], kept.states[1]) == []) == (policy != "warn")  # else weights decay
+    if dist.get_rank() == 0:
+        (line,) = trainer.said  # type: ignore[attr-defined]
+        done = "" if policy == "warn" else "; skipped"
+        what = "step 3: loss and gradient are 0: no row has a target to learn; samples 16, 17, 18, 19 (rank 0); 20, 21"
+        assert line.startswith(what)
+        assert line.endswith(f"(rank 1){done}")
+
+
+@pytest.mark.parametrize("policy", ["warn", pytest.param("stop", marks=pytest.mark.full)])
+def test_a_step_without_targets_is_told_and_ends_no_run(folder: Path, policy: str) -> None:
+    run_ranks(learn_nothing, folder, policy)
 
 
 def skip_too_often(folder: Path, tmp_path: Path) -> None:

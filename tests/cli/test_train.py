@@ -157,6 +157,7 @@ SIMPLE = [
     ("{model: {init_args: {size: 3}}}", "",
      "model.init_args.size: got 3: expected a mapping of the keys of Size"),
     ("{model: {init_args: {size: large}}}", "", "got 'large': expected a mapping of the keys of Size, such as {kind"),
+    ("{}", "--model.size={kind:large}", "expected a mapping of the keys of Size, with a space after each colon"),
     ("{trainer: {strategy: {class_path: tinytask.TinyStrategy, init_args: {grid: 3}}}}", "",
      "trainer.strategy.init_args.grid: got 3: expected mapping"),
     ("{}", "--trainer.strategy=lit_fsdp.FSDP2Strategy --trainer.strategy.cpu_offload=true",
@@ -241,7 +242,7 @@ def test_a_required_value_that_is_missing_is_named(capsys: pytest.CaptureFixture
     assert main(["fit"]) == 2
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("error: model.init_args.hidden: missing: expected a value")
-    assert second == "error: model: missing: expected a value"
+    assert second == "error: model: missing: expected a value, here or in the YAML of --config"
 
 
 def test_an_option_of_a_class_that_is_chosen_only_later_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -417,6 +418,17 @@ def test_the_number_of_processes_comes_from_torchrun_where_nothing_is_set(
             choose()
     else:
         assert choose() == expected
+
+
+@pytest.mark.parametrize("num_processes", [2, 3])
+def test_processes_that_share_cores_are_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, num_processes: int
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    refused = ["--trainer.strategy=tinytask.TinyStrategy", "--trainer.strategy.grid.rows=7"]  # before a rank is started
+    assert main(["fit", "--config=run.yaml", f"--trainer.devices={num_processes}", *refused]) == 2
+    line = f"{num_processes} processes compute on 2 cores, as there is no GPU for them: they wait for one another"
+    assert (line in [str(warning.message) for warning in recwarn]) == (num_processes == 3)
 
 
 def test_cpu_processes_has_no_effect_beside_a_gpu() -> None:

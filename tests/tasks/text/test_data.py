@@ -2,6 +2,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningModule, Trainer
 from training import EVEN, Recorder, build_trainer
@@ -398,9 +400,21 @@ def test_a_cache_that_cannot_be_made_is_named(tmp_path: Path, source: Path, toke
         make(source, tokenizer, tmp_path / "file").setup("fit")
 
 
-def test_a_tokenizer_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"tokenizer '.*nowhere': no such folder with a tokenizer"):
-        make("pydoc", str(tmp_path / "nowhere"), tmp_path).setup("fit")
+def test_a_tokenizer_that_is_not_there_is_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def be_unreachable(*_: Any, **__: Any) -> None:
+        raise LocalEntryNotFoundError("nobody answers")
+
+    monkeypatch.setattr("lit_fsdp.weights.base_weights.snapshot_download", be_unreachable)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", None)  # tries again and again
+    (tmp_path / "models" / "llama").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    line = "tokenizer: got 'models/lama': there is no such folder: did you mean models/llama?"
+    for name, why in (
+        ("models/lama", line),
+        ("lama", "tokenizer: got 'lama': no such folder, and the Hub says: nobody"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(why)):
+            make("pydoc", name, tmp_path).setup("fit")
     with pytest.raises(RuntimeError, match="setup"):
         _ = make("pydoc", "some/model", tmp_path).tokenizer
     with pytest.raises(ValueError, match="train: not set"):
