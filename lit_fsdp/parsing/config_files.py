@@ -20,6 +20,7 @@ _SECTIONS = ("trainer", "progress_bar")
 _CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
 # How names end of callbacks that Lightning refuses in a run without checkpoints and loggers.
 _WRITERS = ("Checkpoint", "LearningRateMonitor", "DeviceStatsMonitor")
+_FAST_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml, where PyYAML has been built with it
 _MAX_BYTES, _MAX_NODES, _MAX_DEPTH = 2**20, 100_000, 100  # far above any configuration that somebody wrote
 _load_plain = get_loader("yaml")
 
@@ -176,7 +177,7 @@ class _EndlessError(yaml.MarkedYAMLError):  # type: ignore[misc]  # yaml has no 
     problem: str
 
 
-def _check_size(text: str, loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)) -> None:
+def _check_size(text: str, loader: Any = _FAST_LOADER) -> None:
     """Count nodes as they are after aliases are replaced, without making one."""
     open_sizes: list[int] = [0]  # of the collections around the present place, the whole text first
     open_anchors: list[str | None] = [None]
