@@ -39,7 +39,8 @@ class Preemption(StepCallback):
     and none ever waits for it. Then they save ``preempted-step=<n>.ckpt``, wait until it is
     complete, and leave ``fit`` with Lightning's ``SIGTERMException``, a ``SystemExit``: what follows ``fit`` in a
     script does not take the run for a finished one. A signal before the first step ends the run there; nothing is
-    saved, as nothing would be lost. Further signals change nothing.
+    saved, as nothing would be lost. Further signals change nothing, but for SIGINT, if you have named it: the first
+    Ctrl-C saves, the second one ends the run at once.
 
     It replaces Lightning's own handling of these signals. Where Lightning would requeue a SLURM job (its
     ``SLURMEnvironment`` with ``auto_requeue``, on its ``requeue_signal``), the job is requeued after the save.
@@ -138,6 +139,8 @@ class Preemption(StepCallback):
         self._stop_listening()
 
     def _note(self, number: signal.Signals) -> None:
+        if number == signal.SIGINT and self._order != _NOTHING:
+            raise KeyboardInterrupt  # by whom does not want to wait
         self._order = max(self._order, _REQUEUE if number == self._requeue_signal else _STOP)
 
     def _save_if_told(self, trainer: Trainer) -> None:

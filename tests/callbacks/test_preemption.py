@@ -27,7 +27,7 @@ from lit_fsdp.checkpoint.manifest import is_complete
 from lit_fsdp.strategy.signals import SignalListener
 from ranks import run_ranks
 
-TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
+TERM, USR1, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
 
 
 @pytest.fixture(scope="module")
@@ -89,9 +89,10 @@ def train(
     """Train on this rank; return the trainer and the losses by step, up to the end or the preemption."""
     recorder = Losses()
     batch_size = 8 // dist.get_world_size() // options.get("accumulate_grad_batches", 1)
+    preemption = Preemption(("SIGTERM", "SIGUSR1", "SIGINT"), dirpath=str(folder))
     trainer = build_trainer(
         FSDP2Strategy(print_plan=False, **(strategy or {})),
-        callbacks=[recorder, Preemption(dirpath=str(folder)), *callbacks],
+        callbacks=[recorder, preemption, *callbacks],
         **{"limit_val_batches": 0, **options},
     )
     try:
@@ -118,6 +119,7 @@ CASES: dict[str, tuple[str, int, tuple[int, ...], tuple[int, ...], int]] = {
     "the first rank": ("on_before_optimizer_step", 2, (0,), (USR1,), 4),
     "all ranks": ("on_before_optimizer_step", 3, (0, 1), (TERM,), 5),
     "twice": ("on_train_batch_start", 2, (1,), (TERM, USR1), 4),
+    "Ctrl-C": ("on_train_batch_start", 2, (0, 1), (INT,), 4),
     "after the step": ("on_train_batch_end", 3, (0,), (TERM,), 5),
 }
 
@@ -144,6 +146,17 @@ def test_all_ranks_save_at_the_same_step_and_the_run_goes_on_bit_for_bit(
         assert len(truth) == NUM_STEPS
 
     run_ranks(body)
+
+
+@pytest.mark.full
+def test_a_second_interrupt_ends_the_run_at_once(model: Path, tmp_path: Path) -> None:
+    def body() -> None:
+        with pytest.raises((KeyboardInterrupt, SystemExit)) as ended:
+            train(model, tmp_path, Send("on_train_batch_start", 2, (0, 1), (INT, INT)))
+        assert not isinstance(ended.value, SIGTERMException)
+
+    run_ranks(body)
+    assert find_saved(tmp_path) == []
 
 
 @pytest.mark.full
