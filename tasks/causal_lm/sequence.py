@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel, masking_utils
-from transformers.masking_utils import packed_sequence_compatibility_function
+from transformers.masking_utils import and_masks, packed_sequence_mask_function, remap_positions_for_packed_sequence
 
 from lit_fsdp.sharding.sequence import SequenceGroup, count_shared_heads
 from lit_fsdp.tasks.attention import find_documents, get_eager
@@ -212,7 +212,8 @@ def _make_mask(name: str, *, mask_function: Callable[..., Any], **arguments: Any
     if rows.padding is not None:
         arguments["attention_mask"] = rows.padding.to(arguments["device"], torch.bool)
     if rows.documents is not None:
-        mask_function = packed_sequence_compatibility_function(mask_function, rows.positions, rows.documents)
+        inside = remap_positions_for_packed_sequence(mask_function, rows.positions)
+        mask_function = and_masks(packed_sequence_mask_function(rows.documents), inside)
         arguments["allow_is_causal_skip"] = False
     return make(mask_function=mask_function, **arguments)
 
