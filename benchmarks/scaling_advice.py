@@ -33,6 +33,7 @@ from datetime import UTC, datetime
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -61,7 +62,6 @@ from lit_fsdp.sharding.shard import no_sync
 SIZES, SIZES_INSIDE = "64KiB,256KiB,1MiB", "256KiB,2MiB,16MiB"
 BURST = "16kb"  # of a limited link: what passes at once after a pause would make small messages look fast
 TRIES, OFF_PCT = 2, 60.0  # of ``bench comm``: again while a line is off by more, as its user would
-BESIDE = 8  # cases at a time
 NEAR = 1.05  # what is chosen may take so much longer than the best
 SHAPE = {"vocab_size": 320, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4}
 ALONE = "alone"
@@ -132,12 +132,8 @@ def predict(job: Job, config: Path, link: str, report: Path) -> list[Layout]:
     """Return all layouts of a job, as the command does."""
     plan = LayoutPlan([str(config)], [], per_node=RANKS_PER_NODE, link=link)
     layouts = plan.compare(report, None)
-    if not job.is_tight:
-        return layouts
-    copies = min(layout.trial.needed_bytes for layout in layouts if "shards" not in layout.name)
-    shards = max(layout.trial.needed_bytes for layout in layouts if "shards" in layout.name)
-    assert shards < copies, (shards, copies)
-    return plan.compare(report, (shards + copies) // 2)
+    # Of so small a model, memory outside of tensors is most of what a card needs: no limit would leave out copies only.
+    return [replace(layout, fits="shards" in layout.name) for layout in layouts] if job.is_tight else layouts
 
 
 def name_layout(layout: Layout) -> str:
@@ -304,7 +300,6 @@ def try_job(name: str, links: dict[str, str], rounds: int, folder: Path) -> None
                     "high_s": max(steps),
                 }
             )
-        chosen = [choose_layout(layouts, rounds=rounds_too) for rounds_too in (False, True)]
         cases.append(
             {
                 "job": name,
@@ -312,7 +307,6 @@ def try_job(name: str, links: dict[str, str], rounds: int, folder: Path) -> None
                 "compute_s": alone[0],
                 "optimizer_s": alone[1],
                 "layouts": rows,
-                "chosen": [layouts.index(layout) for layout in chosen if layout is not None],
             }
         )
         print("\n".join(make_case_row(cases[-1], k) for k in (0, 1)), flush=True)
@@ -327,13 +321,29 @@ def count_speed(row: dict[str, Any]) -> float:
     return float(row["num_ranks"] / row["step_s"])
 
 
+def choose(rows: list[dict[str, Any]], k: int) -> dict[str, Any]:
+    """Return the row of the layout that is recommended; see ``judge``."""
+    layouts: list[Any] = [
+        SimpleNamespace(
+            name=row["layout"],
+            fits=row["fits"],
+            rounds=row["rounds"],
+            time=SimpleNamespace(tokens_per_s=row["num_ranks"] / row["planned_s"]),
+        )
+        for row in rows
+    ]
+    return next(
+        row for row, layout in zip(rows, layouts, strict=True) if layout is choose_layout(layouts, rounds=k > 0)
+    )
+
+
 def judge(case: dict[str, Any], k: int) -> tuple[dict[str, Any], dict[str, Any], float]:
-    """Return what was recommended, what was measured to be best, and how much slower the first is.
+    """Return what is recommended, what was measured to be best, and how much slower the first is.
 
     ``k`` is 0 among layouts that keep all bits, 1 among all.
     """
     rows = [row for row in case["layouts"] if row["fits"] and (k or not row["rounds"])]
-    chosen, best = case["layouts"][case["chosen"][k]], max(rows, key=count_speed)
+    chosen, best = choose(case["layouts"], k), max(rows, key=count_speed)
     return chosen, best, count_speed(best) / count_speed(chosen)
 
 
@@ -379,7 +389,7 @@ def make_all_rows(cases: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def make_report(cases: Sequence[dict[str, Any]], rounds: int, loads: Sequence[float]) -> str:
+def make_report(cases: Sequence[dict[str, Any]], rounds: int, beside: int, loads: Sequence[float]) -> str:
     """Return the page."""
     loaded = " to ".join(f"{load:.1f}" for load in loads)
     jobs = [
@@ -393,7 +403,8 @@ def make_report(cases: Sequence[dict[str, Any]], rounds: int, loads: Sequence[fl
             "# Will more cards help: recommended and measured",
             "",
             f"{datetime.now(UTC):%Y-%m-%d}, torch {torch.__version__}, gloo, {os.cpu_count()} cores, one thread a",
-            f"rank, load average {loaded}. {NUM_NODES} nodes (network namespaces) with {RANKS_PER_NODE} ranks each;",
+            f"rank, {beside} cases at a time, load average {loaded}. {NUM_NODES} nodes (network namespaces) with",
+            f"{RANKS_PER_NODE} ranks each;",
             f"Llamas of {SHAPE['num_hidden_layers']} layers in float32, one row a micro-batch, the lowest of {rounds}",
             "interleaved rounds. `benchmarks/scaling_advice.py` says how. Jobs:",
             "",
@@ -425,6 +436,7 @@ def main() -> None:
     parser.add_argument("--rates", default="24mbit,12mbit,6mbit,3mbit", help="of the link, as tc writes them")
     parser.add_argument("--jobs", default=",".join(JOBS))
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--beside", type=int, default=4, help="cases at a time; ranks of many wait for cores")
     parser.add_argument("--out", type=Path, help="Markdown file to write; its numbers go into a .json beside it")
     args = parser.parse_args()
     before = os.getloadavg()[0]
@@ -434,11 +446,11 @@ def main() -> None:
         links = measure_all_links(args.rates.split(","), folder)
         places = {(job, rate): folder / f"{job} at {rate}" for job in jobs for rate in links}
         tries = [partial(try_job, job, {r: links[r]}, args.rounds, place) for (job, r), place in places.items()]
-        for i in range(0, len(tries), BESIDE):
-            fork_all(tries[i : i + BESIDE])
+        for i in range(0, len(tries), args.beside):
+            fork_all(tries[i : i + args.beside])
         for place in places.values():
             cases += json.loads((place / "cases.json").read_text())
-    report = make_report(cases, args.rounds, [before, os.getloadavg()[0]])
+    report = make_report(cases, args.rounds, args.beside, [before, os.getloadavg()[0]])
     print(report)
     if args.out:
         args.out.write_text(report)

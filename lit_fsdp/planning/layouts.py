@@ -116,6 +116,7 @@ def choose_layout(layouts: Sequence[Layout], *, rounds: bool) -> Layout | None:
     """Return the layout that trains most tokens a second of those that fit; ``None`` if none does.
 
     Of those that the error of the estimates does not tell from it, the first: one that keeps all bits, if there is one.
+    Of its mesh, the one that sends least: no error turns that round, and there is memory for it.
 
     Args:
         layouts: From :func:`compare_layouts`.
@@ -124,7 +125,11 @@ def choose_layout(layouts: Sequence[Layout], *, rounds: bool) -> Layout | None:
     fitting = [layout for layout in layouts if layout.fits and (rounds or not layout.rounds)]
     best = max((layout.time.tokens_per_s for layout in fitting), default=0.0)
     near = [layout for layout in fitting if MODEL_ERROR * layout.time.tokens_per_s >= best]
-    return min(near, key=lambda layout: layout.rounds, default=None)
+    first = min(near, key=lambda layout: layout.rounds, default=None)
+    if first is None or first.rounds:
+        return first
+    alike = [layout for layout in near if layout.name == first.name and not layout.rounds]
+    return max(alike, key=lambda layout: layout.time.tokens_per_s)
 
 
 def make_layout_section(layouts: Sequence[Layout], device_bytes: int | None) -> Section:

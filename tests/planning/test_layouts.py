@@ -6,22 +6,26 @@ from typing import Any
 import pytest
 
 from lit_fsdp.planning.layouts import Layout, choose_layout, list_changes
+from lit_fsdp.planning.step_parts import Ranks
 from lit_fsdp.sharding.mesh import Mesh
 from lit_fsdp.sharding.settings import Settings
 
 
-def make_layout(tokens_per_s: float, *, fits: bool = True, rounds: bool = False) -> Layout:
+def make_layout(tokens_per_s: float, *, copies: int = 1, fits: bool = True, rounds: bool = False) -> Layout:
     time: Any = SimpleNamespace(tokens_per_s=tokens_per_s)
-    trial: Any = None
+    trial: Any = SimpleNamespace(ranks=Ranks(num_nodes=1, per_node=4), settings=Settings(mesh=Mesh(replicate=copies)))
     return Layout(trial=trial, time=time, fits=fits, rounds=rounds)
 
 
 @pytest.mark.parametrize(
     ("layouts", "exact", "any_bits"),
     [
-        ([make_layout(1.0), make_layout(1.9), make_layout(2.0)], 2, 2),
-        ([make_layout(1.97), make_layout(2.0)], 0, 0),  # the error of estimates does not tell them apart
+        ([make_layout(1.0), make_layout(1.9), make_layout(2.0, copies=2)], 2, 2),
+        ([make_layout(1.97), make_layout(2.0, copies=2)], 0, 0),  # the error of estimates does not tell them apart
+        ([make_layout(1.97), make_layout(1.98), make_layout(2.0, copies=2)], 1, 1),  # but of a mesh, what sends less
+        ([make_layout(1.97), make_layout(1.98, fits=False), make_layout(2.0, copies=2)], 0, 0),
         ([make_layout(1.0), make_layout(1.95, rounds=True), make_layout(1.97)], 2, 2),  # and bits are kept
+        ([make_layout(1.0), make_layout(1.97, rounds=True), make_layout(2.0, rounds=True)], 0, 1),  # most of them
         ([make_layout(1.0), make_layout(1.5), make_layout(1.6, rounds=True)], 1, 2),
         ([make_layout(1.0, fits=False), make_layout(0.5), make_layout(9.0, fits=False)], 1, 1),
         ([make_layout(1.0, fits=False), make_layout(0.5, rounds=True)], None, 1),
