@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
 from lit_fsdp.checkpoint.space import count_bytes
-from lit_fsdp.optim.sharded_optimizer import to_local
 from lit_fsdp.reporting.step_callback import StepCallback
+from lit_fsdp.sharding.torch_internals import to_local
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 
 PART = 2**22  # weights that are cast at a time, to 16 MiB

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lit_fsdp.optim.sharded_optimizer import ShardOptimizer, to_local
+from lit_fsdp.optim.sharded_optimizer import ShardOptimizer
+from lit_fsdp.sharding.torch_internals import to_local
 
 SPARE_BYTES = 64 * 2**20  # for metadata, and so that the disk is not filled to the last byte
 

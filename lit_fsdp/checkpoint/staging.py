@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from lit_fsdp.sharding.torch_internals import to_local
 
 _ALIGNMENT = 64  # of each tensor in the buffer, in bytes; at least that of every dtype
 
@@ -35,7 +36,7 @@ class Stager:
         Raises:
             RuntimeError: The memory could not be pinned.
         """
-        num_bytes = sum(_align(_get_local(tensor).nbytes) for tensor in iterate_tensors(state))
+        num_bytes = sum(_align(to_local(tensor).nbytes) for tensor in iterate_tensors(state))
         buffer = self._take_pinned(num_bytes) if has_gpu_tensors(state) else _HostBuffer(num_bytes, is_pinned=False)
         staged: dict[str, Any] = _Copier(buffer.pages).copy(state)
         if has_gpu_tensors(state):  # once, not after each tensor, between which the link would rest
@@ -108,18 +109,14 @@ class _Copier:
 
     def _copy_tensor(self, tensor: Tensor) -> Tensor:
         made = torch.empty_like(tensor, device="cpu")  # costs no memory: it is never written to
-        local = _get_local(made)
+        local = to_local(made)
         if local.nbytes:
             # Each has a storage of its own, which keeps the pages: torch would copy a part of a larger one to write it.
             part = torch.frombuffer(self._pages, dtype=torch.uint8, count=local.nbytes, offset=self._offset)
             local.set_(part.untyped_storage(), 0, local.size(), local.stride())
-        local.copy_(_get_local(tensor), non_blocking=True)
+        local.copy_(to_local(tensor), non_blocking=True)
         self._offset += _align(local.nbytes)
         return made
-
-
-def _get_local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _align(num_bytes: int) -> int:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -19,6 +18,7 @@ from lit_fsdp.cli.strategies import NUM_UNTIMED
 from lit_fsdp.profiling.device_memory import read_peak_gib, reset_peak
 from lit_fsdp.profiling.sent_bytes import SentBytes
 from lit_fsdp.reporting.step_callback import StepCallback
+from lit_fsdp.sharding.torch_internals import to_local
 from lit_fsdp.strategy.lightning_strategies import get_own_optimizer, holds_gradients
 
 COUNTED_STEP = 2  # in which collectives are counted; the first may gather and broadcast what others do not
@@ -104,7 +104,7 @@ class StrategyProbe(StepCallback):
 
 
 def _count(tensors: Iterable[Tensor]) -> int:
-    return sum(t.to_local().numel() if isinstance(t, DTensor) else t.numel() for t in tensors)
+    return sum(to_local(t).numel() for t in tensors)
 
 
 def _count_parameters(module: nn.Module) -> int:

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from lit_fsdp.optim.sharded_optimizer import ShardOptimizer, make_zeros, read_steps, to_local
+from lit_fsdp.optim.sharded_optimizer import ShardOptimizer, make_zeros, read_steps
+from lit_fsdp.sharding.torch_internals import to_local
 
 _EPS2 = 1e-3  # least scale of a parameter: else one that starts at zero would stay there
 

@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import override
 
-from lit_fsdp.optim.sharded_optimizer import ShardOptimizer, make_zeros, read_steps, to_local
+from lit_fsdp.optim.sharded_optimizer import ShardOptimizer, make_zeros, read_steps
 from lit_fsdp.quantization.kernels import load_kernels
+from lit_fsdp.sharding.torch_internals import to_local
 
 BLOCK_SIZE = 256  # fixed in the kernels of bitsandbytes
 MIN_8BIT_SIZE = 4096  # as in bitsandbytes, but of the whole parameter, not of a shard

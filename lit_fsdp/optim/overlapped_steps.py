@@ -25,9 +25,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_fsdp.optim.adamw_8bit import AdamW8bit
-from lit_fsdp.optim.sharded_optimizer import to_local
 from lit_fsdp.sharding.grad_clipping import compute_norms, group_gradients, scale_gradients
-from lit_fsdp.sharding.torch_internals import UnitInternals, call_after_backward, list_units
+from lit_fsdp.sharding.torch_internals import UnitInternals, call_after_backward, list_units, to_local
 
 # What they do to a parameter depends on no other. Subclasses may do anything.
 _OPTIMIZERS = (

@@ -92,11 +92,6 @@ class ShardOptimizer(Optimizer):
         return value.to(parameter.device) if value.ndim else value  # the number of steps stays on the CPU
 
 
-def to_local(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor; it shares its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def read_steps(state: dict[str, Tensor]) -> int:
     """Return how many steps a state has seen; 1 in a dry run, whose tensors have no values."""
     return 1 if isinstance(state["step"], FakeTensor) else int(state["step"])

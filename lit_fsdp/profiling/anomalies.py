@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from lit_fsdp.sharding.torch_internals import to_local
 from lit_fsdp.sharding.wrap import Wrap, plan_module
 
 NO_TARGETS = "no_targets"
@@ -106,7 +106,7 @@ class UnitWatch:
                 return
             found = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point())
             if (tensor := next(found, None)) is not None:
-                total = _to_local(tensor.detach()).sum(dtype=torch.float32)  # in float16 it could overflow
+                total = to_local(tensor.detach()).sum(dtype=torch.float32)  # in float16 it could overflow
                 self._sums[name] = self._sums[name] + total if name in self._sums else total
 
         return add
@@ -206,9 +206,5 @@ def _list_units(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _has_bad_gradient(module: nn.Module) -> bool:
-    gradients = (_to_local(p.grad) for p in module.parameters() if p.grad is not None)
+    gradients = (to_local(p.grad) for p in module.parameters() if p.grad is not None)
     return not all(bool(gradient.isfinite().all()) for gradient in gradients)
-
-
-def _to_local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
+from lit_fsdp.sharding.torch_internals import to_local
+
 
 @torch.no_grad()
 def compute_grad_norm(parameters: Iterable[Tensor], known: Mapping[Tensor, Tensor] | None = None) -> Tensor:
@@ -107,7 +109,7 @@ def group_gradients(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     """Return this rank's part of each gradient, those of one device and dtype together."""
     groups: dict[Any, list[Tensor]] = {}
     for gradient in _list_gradients(parameters):
-        local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+        local = to_local(gradient)
         groups.setdefault((local.device, local.dtype), []).append(local)
     return list(groups.values())
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from lit_fsdp.adapters.layers import iterate_adapters
 from lit_fsdp.errors import join_names
 from lit_fsdp.quantization.layers import iterate_quantized
+from lit_fsdp.sharding.torch_internals import to_local
 
 _PARTIAL = "replicated_with_grad_allreduce"
 # Of Transformers 5.23. Others hold rows that do not lie together, as fused weights and experts do.
@@ -125,8 +126,7 @@ def _measure_gradient(parameter: Tensor) -> Tensor:
     gradient = parameter.grad
     if gradient is None:
         return torch.zeros((), device=parameter.device)
-    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-    return torch.linalg.vector_norm(local, dtype=torch.float32)
+    return torch.linalg.vector_norm(to_local(gradient), dtype=torch.float32)
 
 
 def _refuse_changed(module: nn.Module, size: int) -> None:

@@ -140,10 +140,15 @@ def list_edited(model: nn.Module) -> list[str]:
         sources, shard = list_gathered(parameter), cast("DTensor", get_shard(parameter))
         # A shard that says itself how it is gathered may make another tensor of what was sent.
         is_own = len(sources) != 1 or hasattr(shard.to_local(), "fsdp_post_all_gather")
-        local = gathered.to_local() if isinstance(gathered, DTensor) else gathered
+        local = to_local(gathered)
         if local._version or not (is_own or local.data_ptr() == sources[0].data_ptr()):
             found.append(names.get(id(gathered)) or names.get(id(shard)) or "a parameter")
     return found
+
+
+def to_local(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor; it shares its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def call_after_backward(root: nn.Module, function: Callable[[], None]) -> Callable[[], None]:

@@ -17,8 +17,8 @@ from training import EVEN, TIED, UNEVEN, Recorder, Rows, build_task, build_train
 from lit_fsdp import ActivationCheckpointing, CPUOffload, FSDP2Strategy, Sharding
 from lit_fsdp.callbacks import EMA, StabilityMonitor
 from lit_fsdp.optim.overlapped_steps import OverlappedSteps
-from lit_fsdp.optim.sharded_optimizer import to_local
 from lit_fsdp.quantization.quantize import Quantization
+from lit_fsdp.sharding.torch_internals import to_local
 from lit_fsdp.tasks import CausalLM, LRSchedule, Optimizer
 from ranks import RankError, run_ranks
 
