@@ -28,10 +28,10 @@ from lit_fsdp.profiling.anomalies import (
 from lit_fsdp.profiling.clock import Clock, Mark
 from lit_fsdp.profiling.flops import is_compiled
 from lit_fsdp.reporting.metrics import find_checkpoint_folder, is_logging_step, is_trial, log_values
-from lit_fsdp.reporting.rank_stats import gather_objects
 from lit_fsdp.reporting.sections import Section, Table
 from lit_fsdp.reporting.step_callback import StepCallback
 from lit_fsdp.sharding.grad_clipping import compute_grad_norm
+from lit_fsdp.sharding.mesh import gather_objects
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 from lit_fsdp.strategy.lightning_internals import mark_saved
 

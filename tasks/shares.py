@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import gcd
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
-import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from lit_fsdp.profiling.communication_meter import CommunicationMeter
+from lit_fsdp.sharding.mesh import gather_objects
 from lit_fsdp.strategy.trainer_settings import get_data_ranks
 
 Share = list[int] | Literal["auto"] | None
@@ -143,8 +143,7 @@ class SpeedMeter:
         if len(self._seconds) < _MEASURED_ROUNDS or num_done % self._trainer.accumulate_grad_batches:
             return None
         self.stop()
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, (get_data_ranks(self._trainer).index, median(self._seconds)))
+        found = gather_objects((get_data_ranks(self._trainer).index, median(self._seconds)))
         # Of ranks that share their rows, the slowest one counts.
         speeds = [number / max(s for i, s in found if i == index) for index, number in enumerate(rows)]
         self.settled = balance_rows(speeds, sum(rows))

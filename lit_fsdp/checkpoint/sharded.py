@@ -46,7 +46,7 @@ from lit_fsdp.checkpoint.untrusted import load_plain, load_state, read_metadata
 from lit_fsdp.errors import join_names
 from lit_fsdp.files import sync_path
 from lit_fsdp.quantization.layers import iterate_quantized
-from lit_fsdp.sharding.mesh import DataRanks
+from lit_fsdp.sharding.mesh import DataRanks, gather_objects
 from lit_fsdp.sharding.random_state import (
     collect_random_state,
     reseed,
@@ -264,9 +264,8 @@ def agree(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list
         if error is not None:
             raise error
         return [result]
-    boxes: list[Any] = [None] * dist.get_world_size(group)
     said = None if error is None else (isinstance(error, ValueError), str(error) or type(error).__name__)
-    dist.all_gather_object(boxes, (said, result), group=group)
+    boxes = gather_objects((said, result), group)
     for rank, (failed, _) in enumerate(boxes):
         if failed is not None:
             is_value_error, text = failed

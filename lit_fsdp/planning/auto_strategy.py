@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -31,6 +30,7 @@ from lit_fsdp.planning.step_parts import NoEstimateError, Ranks
 from lit_fsdp.planning.timing.hardware import choose_usual_gpu, find_gpu, parse_memory
 from lit_fsdp.planning.timing.links import choose_links, parse_links
 from lit_fsdp.profiling.device_memory import count_usable_bytes, read_card
+from lit_fsdp.sharding.mesh import gather_objects
 from lit_fsdp.sharding.mixed_precision import cast_parameters
 from lit_fsdp.sharding.shard import find_roots
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy, get_used_settings
@@ -196,9 +196,7 @@ class AutoFSDP2Strategy(FSDP2Strategy):
         """
         if self.root_device.type == "cuda":
             self.barrier()  # else another rank may still start CUDA, in memory that is free until then
-            own = read_card(self.root_device)
-            cards = [own] * self.world_size
-            dist.all_gather_object(cards, own)
+            cards = gather_objects(read_card(self.root_device))
             usable = count_usable_bytes(cards)
             rank = usable.index(min(usable))
             memory, card = usable[rank], cards[rank]
@@ -206,9 +204,7 @@ class AutoFSDP2Strategy(FSDP2Strategy):
             share = "" if num_sharing == 1 else f" for each of the {num_sharing} ranks on it"
             self.memory_note = f"free on the GPU of rank {rank}{share}, which has {total / _GIB:.2f}"
         else:
-            shares = [0] * self.world_size
-            dist.all_gather_object(shares, _count_host_bytes() // self.num_processes)
-            memory = total = min(shares)
+            memory = total = min(gather_objects(_count_host_bytes() // self.num_processes))
             name, self.memory_note = "", "a rank's share of the host"
         if self.device_bytes is not None and self.device_bytes < memory:
             memory, self.memory_note = self.device_bytes, "device_memory"

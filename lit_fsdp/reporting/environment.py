@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 
-from lit_fsdp.reporting.rank_stats import gather_objects
 from lit_fsdp.reporting.sections import Section, Table
+from lit_fsdp.sharding.mesh import gather_objects
 
 _PACKAGES = ("lit_fsdp", "torch", "lightning", "transformers", "peft", "bitsandbytes")
 _GIB = 2**30

@@ -111,15 +111,6 @@ def gather_over_ranks(trainer: Trainer, values: Mapping[str, float]) -> dict[str
     return found[0]
 
 
-def gather_objects(own: Any) -> list[Any]:
-    """Return what every rank gives, anything that can be pickled. All ranks must call it, and wait for it."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [own]
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, own)
-    return parts
-
-
 def _get_group(trainer: Trainer) -> dist.ProcessGroup | None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lit_fsdp.sharding.torch_internals import set_timeout
@@ -205,6 +206,15 @@ def get_fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the dimensions that FSDP2 shards and replicates over: all but ``tensor``."""
     names = tuple(name for name in mesh.mesh_dim_names or () if name != "tensor")
     return mesh if len(names) == mesh.ndim else DeviceMesh.__getitem__(mesh, names)
+
+
+def gather_objects(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return what every rank gives, anything that can be pickled. All ranks must call it, and wait for it."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return [own]
+    parts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(parts, own, group=group)
+    return parts
 
 
 def _set_timeouts(mesh: DeviceMesh, timeout_s: float) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sized
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -12,7 +11,7 @@ import xxhash
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lit_fsdp.sharding.mesh import MeshSizes
+from lit_fsdp.sharding.mesh import MeshSizes, gather_objects
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
 
 
@@ -64,8 +63,7 @@ def check_shared_rows(batch: object, sizes: MeshSizes) -> None:
     """
     if sizes.num_sharing == 1:
         return
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, compute_digest(batch))
+    found = gather_objects(compute_digest(batch))
     for first in range(0, len(found), sizes.num_sharing):
         if len(set(found[first : first + sizes.num_sharing])) > 1:
             name, size = ("tensor", sizes.tensor) if sizes.tensor > 1 else ("sequence", sizes.sequence)

@@ -35,6 +35,7 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: i
 # Private, seen in torch 2.13 to 2.15: the store of a process group that the user may have started.
 from torch.distributed.distributed_c10d import _get_default_store
 
+from lit_fsdp.sharding.mesh import gather_objects
 from lit_fsdp.strategy.slurm import choose_port, find_own_tasks
 
 _POLL_S = (0.001, 0.1)  # the first pause and the longest
@@ -235,8 +236,7 @@ def compare_in_group(rank: int, facts: Mapping[str, str]) -> None:
     Raises:
         ValueError: They are not the same on all ranks; the line is the same on all.
     """
-    present: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(present, asdict(sign_in(rank, facts)))
+    present = gather_objects(asdict(sign_in(rank, facts)))
     known = set.intersection(*(set(one["facts"]) for one in present))
     shared = [one | {"facts": {name: one["facts"][name] for name in sorted(known)}} for one in present]
     if (refusal := describe_difference([Presence(**one) for one in shared])) is not None:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]  # as in roll_call.py
 
 from lit_fsdp.sharding.collective_log import CollectiveLog, WorkStopped
+from lit_fsdp.sharding.mesh import gather_objects
 from lit_fsdp.strategy.roll_call import get_store, wait_until
 
 _POLL_S = 0.1
@@ -133,8 +134,7 @@ class StepAgreement:
         self._log.catch_up(self._number, [self._store.get(key) for key in keys], self._device)
 
     def _end_alarm(self, failure: str | None) -> dict[int, str]:
-        told: list[str | None] = [None] * self._world_size
-        dist.all_gather_object(told, failure, group=self._group)  # by now the logs were read by all
+        told = gather_objects(failure, self._group)  # by now the logs were read by all
         with self._mutex:
             self._alarm += 1
         self._log.resume()

@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
+from lit_fsdp.sharding.mesh import gather_objects
 from lit_fsdp.strategy.lightning_internals import has_no_batch, is_of_unknown_length
 from lit_fsdp.strategy.roll_call import get_store, wait_until
 
@@ -99,8 +100,7 @@ class EvenBatches(ParallelStrategy):
         if self.world_size == 1:
             return
         self._passes = {**getattr(self, "_passes", {}), name: next(_passes)}
-        counts: list[Any] = [None] * self.world_size
-        dist.all_gather_object(counts, [0] if has_no_batch(loop) else list(num_batches))
+        counts = gather_objects([0] if has_no_batch(loop) else list(num_batches))
         for by_rank in zip(*counts, strict=False):
             if min(by_rank) != max(by_rank):
                 most = max(by_rank) if max(by_rank) < math.inf else "some"

@@ -29,6 +29,7 @@ from lit_fsdp.adapters.layers import switch_off_adapters
 from lit_fsdp.adapters.lora import KEEPS_BASE
 from lit_fsdp.checkpoint.sharded import agree
 from lit_fsdp.quantization.layers import quantize_model
+from lit_fsdp.sharding.mesh import gather_objects
 from lit_fsdp.sharding.shard import reshard
 from lit_fsdp.strategy.batch_split import BatchPart
 from lit_fsdp.strategy.lightning_internals import is_read_now
@@ -286,12 +287,8 @@ class PreferenceTuning(CausalLM):
                     logps = self(**{n: v for n, v in batch.items() if n != DESIRABLE})
                 found.append(logps.view(2, -1).T.cpu())
         own = torch.cat(indices).numpy(), torch.cat(found).float().numpy()
-        parts: list[Any] = [own]
-        if dist.is_initialized():
-            parts = [None] * dist.get_world_size()
-            dist.all_gather_object(parts, own)
         whole = np.full((data.count_rows(split), 2), np.nan, dtype=np.float32)
-        for places, values in parts:
+        for places, values in gather_objects(own):
             whole[places[places >= 0]] = values[places >= 0]
         if np.isnan(whole).any():
             num_bad = int(np.isnan(whole).any(1).sum())

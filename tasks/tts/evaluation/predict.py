@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lit_fsdp.sharding.mesh import gather_objects
 from lit_fsdp.strategy.trainer_settings import get_data_ranks
 from lit_fsdp.tasks.loading import PADDING
 from lit_fsdp.tasks.tts.evaluation.speech_eval import SpeechEvaluator
@@ -51,12 +51,8 @@ class Prediction:
 
     def finish(self, max_frames: int) -> None:
         """Say how many texts of all ranks were cut off; all must call it."""
-        counts = [self.num_cut]
-        if dist.is_initialized():
-            counts *= dist.get_world_size()
-            dist.all_gather_object(counts, 0 if self._is_copy else self.num_cut)
-        if sum(counts):
+        if num_cut := sum(gather_objects(0 if self._is_copy else self.num_cut)):
             rank_zero_warn(
-                f"cut off at sampling.max_frames {max_frames}, without an end: {sum(counts)} of the texts; has_ended "
+                f"cut off at sampling.max_frames {max_frames}, without an end: {num_cut} of the texts; has_ended "
                 "tells which"
             )
