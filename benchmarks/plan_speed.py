@@ -38,7 +38,6 @@ from lit_fsdp.planning.timing.step_time import (
     Machine,
     StepTime,
     Workload,
-    compute_crossover,
     count_update_bytes,
     estimate_time,
 )
@@ -367,15 +366,15 @@ def _list_scaling(rows: Sequence[Row]) -> list[str]:
 
 
 def _list_crossovers() -> list[str]:
-    lines = ["Tokens of a GPU and gather below which communication cannot hide, `compute_crossover`:", ""]
+    lines = ["Tokens of a GPU and gather below which communication cannot hide, see docs/speed_model.md:", ""]
     lines += ["| machine | full, recomputed | LoRA, recomputed | QLoRA, recomputed |", "|---|---|---|---|"]
     for name, tflops, gb_s in (
         ("2 x RTX 3090, old board", 49.6, 2.5),
         ("RTX 4090, PCIe 4 x16", 99, 20),
         ("H100, NVLink", 400, 300),
     ):
-        modes = ((8, 8), (4, 6), (2 * (0.5 + 1 / 64), 6))
-        cells = [f"{compute_crossover(num_bytes, flops, tflops=tflops, gb_s=gb_s):,.0f}" for num_bytes, flops in modes]
+        modes = ((8, 8), (4, 6), (2 * (0.5 + 1 / 64), 6))  # bytes of a parameter, and its FLOPs for a token
+        cells = [f"{num_bytes / flops * tflops * 1e12 / (gb_s * 1e9):,.0f}" for num_bytes, flops in modes]
         lines.append(f"| {name}: {tflops} TFLOP/s, {gb_s} GB/s | {' | '.join(cells)} |")
     return lines
 

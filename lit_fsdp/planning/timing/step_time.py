@@ -398,17 +398,6 @@ def count_update_bytes(plan: Sequence[Unit], optimizer: Optimizer, *, num_shards
     return per_number * sum(unit.num_trainable for unit in plan) // num_shards
 
 
-def compute_crossover(bytes_per_parameter: float, flops_per_parameter: float, *, tflops: float, gb_s: float) -> float:
-    """Return the tokens of a GPU and gather below which communication takes longer than compute.
-
-    It does not depend on the size of the model: both grow with its parameters. ``StepTime.crossover_tokens`` is the
-    same with all that is counted there. A rank sends 8 bytes for each parameter and micro-batch in full training in
-    bfloat16 with reduction in float32 (two gathers of 2, one reduction of 4), 4 for LoRA, 1.03 for QLoRA. FLOPs for
-    each parameter and token: 6, 8 with checkpointing, 6 for adapters with checkpointing.
-    """
-    return bytes_per_parameter / flops_per_parameter * tflops * 1e12 / (gb_s * 1e9)
-
-
 def _expose_update(update: float, forward: float, backward: float, *, num_units: int) -> float:
     """Return what compute waits of an update beside the last backward and the next forward of a step.
 

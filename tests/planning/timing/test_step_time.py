@@ -24,7 +24,6 @@ from lit_fsdp.planning.timing.step_time import (
     StepTime,
     UnitTimes,
     Workload,
-    compute_crossover,
     compute_waits,
     count_update_bytes,
     estimate_time,
@@ -371,18 +370,6 @@ def test_the_root_is_gathered_first_and_embeddings_compute_nothing() -> None:
     assert sum(unit.share for unit in times) == pytest.approx(1)
 
 
-@pytest.mark.parametrize(
-    ("tflops", "gb_s", "expected"),
-    [(49.6, 2.5, (19800, 13200, 3400)), (99, 20, (4950, 3300, 850)), (400, 300, (1330, 890, 230))],
-)
-def test_the_crossover_is_that_of_the_three_known_machines(
-    tflops: float, gb_s: float, expected: tuple[int, ...]
-) -> None:
-    modes = ((8, 8), (4, 6), (2 * (0.5 + 1 / 64), 6))  # bytes and FLOPs: full, LoRA, QLoRA, all recomputed
-    found = [compute_crossover(num_bytes, flops, tflops=tflops, gb_s=gb_s) for num_bytes, flops in modes]
-    assert found == pytest.approx(expected, rel=0.01)
-
-
 def test_the_crossover_of_a_model_is_that_of_its_parameters() -> None:
     case = Case(num_shards=1024, layers=24, length=1024)
     gpu = find_gpu("H100 SXM")
@@ -390,7 +377,7 @@ def test_the_crossover_of_a_model_is_that_of_its_parameters() -> None:
     assert gpu.bf16_tflops is not None
     share = 400 / gpu.bf16_tflops
     step = case.estimate("H100 SXM", "nvlink4", ranks_per_node=1024, efficiency=share)
-    # Without latencies, and what is not a product; the embedding is gathered too.
+    # Without latencies, and what is not a product: 8 bytes and 8 FLOPs a parameter, and the embedding is gathered too.
     machine = Machine(
         gpu=replace(gpu, bandwidth_gb_s=10**9),
         links=make_net(300),
@@ -399,7 +386,7 @@ def test_the_crossover_of_a_model_is_that_of_its_parameters() -> None:
         efficiency=share,
     )
     wire = estimate_time(case.work, machine)
-    assert wire.crossover_tokens == pytest.approx(compute_crossover(8, 8, tflops=400, gb_s=300), rel=0.12)
+    assert wire.crossover_tokens == pytest.approx(400e12 / 300e9, rel=0.12)
     assert step.crossover_tokens > wire.crossover_tokens
 
 
