@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lit_fsdp.planning.estimate import Hardware
@@ -20,8 +20,6 @@ from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.shard import check_wire
 
 _GIB = 2**30
-_SHARDING = "trainer.strategy.sharding"
-_KEPT, _SENT = ("reshard_after_forward", "no_sync"), ("gather_bits", "reduce_bits")
 _BITS: tuple[tuple[GatherBits | None, ReduceBits | None], ...] = ((None, 16), (None, 8), (8, None), (8, 16), (8, 8))
 
 
@@ -89,8 +87,8 @@ def compare_layouts(trials: Trials, ranks: Ranks, hardware: Hardware, device_byt
         ValueError: There is no link between nodes.
     """
 
-    def estimate(settings: Settings, own: Ranks, changes: dict[str, Any], *, rounds: bool = False) -> Layout:
-        trial = trials.estimate(settings, ranks=own, changes=changes)
+    def estimate(settings: Settings, own: Ranks, *, rounds: bool = False) -> Layout:
+        trial = trials.estimate(settings, ranks=own)
         fits = device_bytes is None or trial.needed_bytes <= device_bytes
         return Layout(trial=trial, time=trial.estimate_time(hardware), fits=fits, rounds=rounds)
 
@@ -98,17 +96,14 @@ def compare_layouts(trials: Trials, ranks: Ranks, hardware: Hardware, device_byt
     accumulates = trials.estimate().num_micro_batches > 1
     one = replace(given, mesh=Mesh(), sharding=replace(given.sharding, reshard_after_forward=True, no_sync=False))
     alone = Ranks(num_nodes=1, per_node=1)
-    found = [estimate(one, alone, list_changes(given, one, mesh=True))]
-    for settings, changes in list_meshes(trials, ranks) if ranks.world_size > 1 else ():
+    found = [estimate(one, alone)]
+    for settings in list_meshes(trials, ranks) if ranks.world_size > 1 else ():
         is_split = ranks.resolve(settings.mesh).num_shards > 1
-        kept = [
-            estimate(tried, ranks, {**changes, **list_changes(given, tried)})
-            for tried in _list_kept(settings, is_split=is_split, accumulates=accumulates)
-        ]
+        kept = [estimate(tried, ranks) for tried in _list_kept(settings, is_split=is_split, accumulates=accumulates)]
         found += kept
         fastest = min(kept, key=lambda layout: (not layout.fits, layout.time.step_s)).trial
         for tried in _list_rounded(fastest, given) if is_split else ():
-            found.append(estimate(tried, ranks, {**changes, **list_changes(given, tried)}, rounds=True))
+            found.append(estimate(tried, ranks, rounds=True))
     return found
 
 
@@ -200,16 +195,3 @@ def _list_rounded(fastest: Trial, given: Settings) -> Iterator[Settings]:
         except ValueError:  # such as of 4-bit weights, which cannot be rounded
             continue
         yield replace(fastest.settings, sharding=sharding)
-
-
-def list_changes(given: Settings, tried: Settings, *, mesh: bool = False) -> dict[str, Any]:
-    """Return the settings by which one differs from another, by their YAML path."""
-    changes: dict[str, Any] = {}
-    for name in [field.name for field in fields(Mesh)] if mesh else ():
-        if getattr(given.mesh, name) != (value := getattr(tried.mesh, name)):
-            changes[f"trainer.strategy.mesh.{name}"] = value
-    for name in (*_KEPT, *_SENT):
-        old, new = getattr(given.sharding, name), getattr(tried.sharding, name)
-        if old != new or type(old) is not type(new):  # true is not 1
-            changes[f"{_SHARDING}.{name}"] = new
-    return changes

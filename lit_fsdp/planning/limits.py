@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lit_fsdp.planning.estimate import Hardware
@@ -12,12 +12,9 @@ from lit_fsdp.planning.trials import Trial, Trials
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
 from lit_fsdp.sharding.cpu_offload import CPUOffload
 from lit_fsdp.sharding.settings import Settings
-from lit_fsdp.sharding.shard import Sharding
 
 Size = Literal["seq_length", "batch_size"]
 
-LOSS_CHUNKS = {"model.loss_chunks": 8}
-_STRATEGY = "trainer.strategy"
 _LENGTH_STEP, _MOST_TOKENS, _MOST_ROWS = 128, 2**20, 4096
 _NUM_STRAIGHT = 3  # guesses on a straight line, before the middle is tried
 _CLOSE = 0.01  # a limit is found to 1 %: below the error of the estimate
@@ -60,14 +57,12 @@ def find_limits(trials: Trials, size: Size, device_bytes: int, hardware: Hardwar
     bound = _get_longest(trials) if size == "seq_length" else _MOST_ROWS
     unit = min(unit, bound)
     found = []
-    for number, settings, changes in list_frugal(trials):
+    for number, settings in list_frugal(trials):
 
-        def try_size(
-            count: int, number: int = number, settings: Settings = settings, changes: Mapping[str, Any] = changes
-        ) -> Trial:
+        def try_size(count: int, number: int = number, settings: Settings = settings) -> Trial:
             value = min(count * unit, bound)
             length, rows = (value, None) if size == "seq_length" else (None, value)
-            return trials.estimate(settings, number=number, changes=changes, length=length, rows=rows)
+            return trials.estimate(settings, number=number, length=length, rows=rows)
 
         def count_left(count: int, try_size: Callable[[int], Trial] = try_size) -> int:
             return device_bytes - try_size(count).needed_bytes
@@ -116,43 +111,25 @@ def find_largest(count_left: Callable[[int], int], low: int, high: int) -> int |
     return low
 
 
-def list_frugal(trials: Trials) -> list[tuple[int, Settings, dict[str, Any]]]:
+def list_frugal(trials: Trials) -> list[tuple[int, Settings]]:
     """Return settings that train the same: as configured, with all that saves memory, and with offload as well.
 
-    Each with the number of its step, and what differs for the strategy as in YAML.
+    Each with the number of its step.
     """
     given = trials.settings
-    changes: dict[str, Any] = {}
     frugal = replace(given, sharding=replace(given.sharding, reshard_after_forward=True, no_sync=False))
-    if frugal.sharding != given.sharding:
-        own = Sharding()
-        for name in ("reshard_after_forward", "no_sync"):
-            if getattr(given.sharding, name) != getattr(own, name):
-                changes[f"{_STRATEGY}.sharding.{name}"] = getattr(own, name)
     recompute = given.activation_checkpointing
     has_blocks = any(unit.kind == "block" for unit in trials.estimate().model.units)
     if has_blocks:
         least = ActivationCheckpointing(mode="full", offload=recompute.offload, mlp_chunks=recompute.mlp_chunks)
         frugal = replace(frugal, activation_checkpointing=least)
-        changes |= describe_recompute(recompute, least)
-    number = trials.find_same_training(LOSS_CHUNKS) or 0
-    found = [(0, given, dict[str, Any]())]
-    if changes or number:
-        found.append((number, frugal, changes))
+    number = trials.find_chunked_loss() or 0
+    found = [(0, given)]
+    if frugal != given or number:
+        found.append((number, frugal))
     if given.cpu_offload is None:
-        offload = replace(frugal, cpu_offload=CPUOffload())
-        found.append((number, offload, {**changes, f"{_STRATEGY}.cpu_offload": {}}))
+        found.append((number, replace(frugal, cpu_offload=CPUOffload())))
     return found
-
-
-def describe_recompute(given: ActivationCheckpointing, other: ActivationCheckpointing) -> dict[str, Any]:
-    """Return the settings that make one of the other, as in YAML: each by itself, so that none is left as it was."""
-    names = [field.name for field in fields(given) if getattr(given, field.name) != getattr(other, field.name)]
-    values = {name: getattr(other, name) for name in names}
-    return {
-        f"{_STRATEGY}.activation_checkpointing.{name}": list(value) if isinstance(value, tuple) else value
-        for name, value in values.items()
-    }
 
 
 def _get_longest(trials: Trials) -> int:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.planning.estimate import Hardware
-from lit_fsdp.planning.limits import LOSS_CHUNKS
 from lit_fsdp.planning.step_parts import Ranks
 from lit_fsdp.planning.timing.hardware import GPUS, Gpu, find_gpu, suggest_gpus
 from lit_fsdp.planning.timing.links import choose_links
@@ -21,7 +19,6 @@ from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
 from lit_fsdp.sharding.mesh import Mesh
 from lit_fsdp.sharding.settings import Settings
 
-_STRATEGY = "trainer.strategy"
 _NODE_SIZES = (1, 2, 4, 8)
 _HOUR_S, _MILLION = 3600, 10**6
 
@@ -101,8 +98,7 @@ def scale(
     for ranks in all_ranks:
         if ranks.world_size % trials.num_sharing:
             continue
-        meshes = list_meshes(trials, ranks)
-        tried = [trials.estimate(settings, ranks=ranks, changes=changes) for settings, changes in meshes]
+        tried = [trials.estimate(settings, ranks=ranks) for settings in list_meshes(trials, ranks)]
         found.append(choose_machine(tried, hardware, device_bytes, prices))
     return found
 
@@ -132,11 +128,8 @@ def choose_machine(
     )
 
 
-def list_meshes(trials: Trials, ranks: Ranks) -> Iterator[tuple[Settings, dict[str, Any]]]:
-    """Yield the settings with each mesh that these ranks can have, and what differs as in YAML.
-
-    ``mesh.tensor`` and ``mesh.sequence`` stay.
-    """
+def list_meshes(trials: Trials, ranks: Ranks) -> Iterator[Settings]:
+    """Yield the settings with each mesh that these ranks can have; ``mesh.tensor`` and ``mesh.sequence`` stay."""
     given = trials.settings
     seen = set()
     own = {"tensor": given.mesh.tensor, "sequence": given.mesh.sequence}
@@ -149,12 +142,7 @@ def list_meshes(trials: Trials, ranks: Ranks) -> Iterator[tuple[Settings, dict[s
             continue
         if sizes not in seen:
             seen.add(sizes)
-            changes = {
-                f"{_STRATEGY}.mesh.{name}": getattr(mesh, name)
-                for name in ("replicate", "shard")
-                if getattr(mesh, name) != getattr(given.mesh, name)
-            }
-            yield replace(given, mesh=mesh), changes
+            yield replace(given, mesh=mesh)
 
 
 def find_machines(trials: Trials, prices: Mapping[Gpu, float]) -> list[Machine]:
@@ -191,17 +179,16 @@ def find_machines(trials: Trials, prices: Mapping[Gpu, float]) -> list[Machine]:
 
 def _list_settings(trials: Trials, ranks: Ranks) -> Iterator[Trial]:
     """Yield steps that train the same on these ranks, as configured first."""
-    number = trials.find_same_training(LOSS_CHUNKS)
-    for settings, changes in list_meshes(trials, ranks):
+    number = trials.find_chunked_loss()
+    for settings in list_meshes(trials, ranks):
         own = settings.activation_checkpointing
         recomputes = [own]
         if own == ActivationCheckpointing(mode=own.mode):
             recomputes += [ActivationCheckpointing(mode=mode) for mode in ("none", "full") if mode != own.mode]
         for recompute in recomputes:
-            more = {} if recompute == own else {f"{_STRATEGY}.activation_checkpointing.mode": recompute.mode}
             tried = replace(settings, activation_checkpointing=recompute)
             for variant in (0, *([] if number is None else [number])):
-                yield trials.estimate(tried, number=variant, ranks=ranks, changes={**changes, **more})
+                yield trials.estimate(tried, number=variant, ranks=ranks)
 
 
 def _join_near(name: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.planning.estimate import Hardware
-from lit_fsdp.planning.limits import describe_recompute, find_limits
+from lit_fsdp.planning.limits import find_limits
 from lit_fsdp.planning.search.search import Candidate
 from lit_fsdp.planning.step_parts import NoEstimateError, Ranks
 from lit_fsdp.planning.timing.step_time import StepTime
@@ -19,7 +19,6 @@ from lit_fsdp.sharding.cpu_offload import CPUOffload
 from lit_fsdp.sharding.settings import Settings
 
 NUM_NEAREST = 3
-_STRATEGY = "trainer.strategy"
 _MOST_DEVICES, _MOST_NODES = 8, 64
 
 
@@ -91,9 +90,9 @@ def list_knobs(trials: Trials, hardware: Hardware | None) -> list[Knob]:
         hardware: To estimate times for; ``None`` leaves them out.
     """
     found = []
-    for number, settings, changes in _list_single(trials):
+    for number, settings in _list_single(trials):
         try:
-            trial = trials.estimate(settings, number=number, changes=changes)
+            trial = trials.estimate(settings, number=number)
         except (ConfigError, ValueError):  # what cannot be traced, or not set together, is no knob
             continue
         found.append(
@@ -134,7 +133,7 @@ def _try_more_ranks(trials: Trials, hardware: Hardware, device_bytes: int) -> It
         else:
             nodes, changes = 2 * nodes, {"nodes": 2 * nodes}
         try:
-            trial = trials.estimate(ranks=Ranks(num_nodes=nodes, per_node=per_node), changes=changes)
+            trial = trials.estimate(ranks=Ranks(num_nodes=nodes, per_node=per_node))
             time = trial.estimate_time(hardware)
         except ValueError:  # a mesh with numbers, or no link between nodes
             return
@@ -164,21 +163,19 @@ def _try_shorter_rows(trials: Trials, hardware: Hardware, device_bytes: int) -> 
         )
 
 
-def _list_single(trials: Trials) -> Iterator[tuple[int, Settings, dict[str, Any]]]:
+def _list_single(trials: Trials) -> Iterator[tuple[int, Settings]]:
     given = trials.settings
     recompute = given.activation_checkpointing
     if any(unit.kind == "block" for unit in trials.estimate().model.units):
         for mode in ("none", "selective", "full"):
             other = ActivationCheckpointing(mode=mode)
             if other != recompute:
-                settings = replace(given, activation_checkpointing=other)
-                yield 0, settings, describe_recompute(recompute, other)
+                yield 0, replace(given, activation_checkpointing=other)
     if trials.ranks.resolve(given.mesh).num_shards > 1:
         value = given.sharding.reshard_after_forward is not True
-        sharding = replace(given.sharding, reshard_after_forward=value)
-        yield 0, replace(given, sharding=sharding), {f"{_STRATEGY}.sharding.reshard_after_forward": value}
+        yield 0, replace(given, sharding=replace(given.sharding, reshard_after_forward=value))
     if given.cpu_offload is None:
-        yield 0, replace(given, cpu_offload=CPUOffload()), {f"{_STRATEGY}.cpu_offload": {}}
+        yield 0, replace(given, cpu_offload=CPUOffload())
     for number, (_, changes) in enumerate(trials.steps):
         if changes and ("model.loss_chunks" not in changes or len(changes) == 1):  # one thing at a time
-            yield number, given, {}
+            yield number, given

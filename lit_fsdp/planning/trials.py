@@ -21,6 +21,7 @@ from lit_fsdp.planning.estimate import (
 )
 from lit_fsdp.planning.needed_memory import compute_needed_bytes
 from lit_fsdp.planning.planned_step import PlannedStep
+from lit_fsdp.planning.search.search import list_changes
 from lit_fsdp.planning.search.steps import Steps
 from lit_fsdp.planning.search.traced import make_tracer
 from lit_fsdp.planning.step_parts import MicroBatch, ModelToTrain, NoEstimateError, Ranks
@@ -114,7 +115,6 @@ class Trials:
         rows: int | None = None,
         length: int | None = None,
         ranks: Ranks | None = None,
-        changes: Mapping[str, Any] | None = None,
     ) -> Trial:
         """Return a step; what is not given is as configured.
 
@@ -124,7 +124,6 @@ class Trials:
             rows: ``data.batch_size``.
             length: ``data.seq_length``.
             ranks: That take part.
-            changes: To get there from the step, as in YAML.
 
         Raises:
             ConfigError: The step cannot be traced, or settings do not fit the ranks.
@@ -144,12 +143,12 @@ class Trials:
             micro_batch=micro_batch,
             num_micro_batches=step.num_micro_batches,
             cost=self._known[key],
-            changes={**own, **(changes or {})},
+            changes={**own, **list_changes(self.settings, settings)},
         )
 
-    def find_same_training(self, changes: Mapping[str, Any]) -> int | None:
-        """Return the number of the step with exactly these changes, ``None`` if there is none."""
-        return next((i for i, (_, own) in enumerate(self.steps) if own == changes), None)
+    def find_chunked_loss(self) -> int | None:
+        """Return the number of the step that only ``model.loss_chunks`` tells from the first, ``None`` without one."""
+        return next((i for i, (_, own) in enumerate(self.steps) if own.keys() == {"model.loss_chunks"}), None)
 
     @cached_property
     def is_traced(self) -> bool:

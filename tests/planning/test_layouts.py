@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from lit_fsdp.planning.layouts import Layout, choose_layout, list_changes
+from lit_fsdp.planning.layouts import Layout, choose_layout
+from lit_fsdp.planning.search.search import list_changes
 from lit_fsdp.planning.step_parts import Ranks
 from lit_fsdp.sharding.mesh import Mesh
 from lit_fsdp.sharding.settings import Settings
@@ -41,4 +42,4 @@ def test_the_fastest_that_fits_is_chosen_and_of_near_ones_the_simplest(
 def test_every_size_of_the_mesh_that_differs_is_named() -> None:
     given = Settings(mesh=Mesh(replicate=2, sequence=2, tensor=2))
     changes = {f"trainer.strategy.mesh.{name}": 1 for name in ("replicate", "sequence", "tensor")}
-    assert list_changes(given, Settings(), mesh=True) == changes
+    assert list_changes(given, Settings()) == changes

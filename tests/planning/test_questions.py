@@ -13,10 +13,10 @@ from plan_runs import enter_folder, main, plan
 from planned_steps import describe_module
 from search_problems import describe
 
-from lit_fsdp.planning.limits import describe_recompute, find_largest
+from lit_fsdp.planning.limits import find_largest
 from lit_fsdp.planning.machines import find_machines
 from lit_fsdp.planning.needed_memory import count_outside_bytes
-from lit_fsdp.planning.search.search import Variant, choose, search
+from lit_fsdp.planning.search.search import Variant, choose, list_changes, search
 from lit_fsdp.reporting.report_files import Report, draw_section, render_html
 from lit_fsdp.reporting.sections import Section, Table
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
@@ -192,7 +192,8 @@ def test_what_the_closed_form_has_no_rule_for_is_traced_for_every_question(
 
 def test_less_recomputation_is_described_with_every_setting_that_changes() -> None:
     given = ActivationCheckpointing(mode="selective", every_n_blocks=2, saved_ops=("aten.mm",))
-    changes = describe_recompute(given, ActivationCheckpointing(mode="full"))
+    less = ActivationCheckpointing(mode="full")
+    changes = list_changes(Settings(activation_checkpointing=given), Settings(activation_checkpointing=less))
     key = "trainer.strategy.activation_checkpointing"
     assert changes == {f"{key}.mode": "full", f"{key}.every_n_blocks": 1, f"{key}.saved_ops": []}
 
@@ -208,7 +209,7 @@ def test_machines_keep_recomputation_that_has_settings_of_its_own() -> None:
 
     trials: Any = SimpleNamespace(
         settings=Settings(activation_checkpointing=own),
-        find_same_training=lambda _: None,
+        find_chunked_loss=lambda: None,
         estimate=estimate,
         num_sharing=1,
     )

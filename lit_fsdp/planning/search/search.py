@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from typing import Any
 
 from lit_fsdp.optim.factory import Optimizer
@@ -22,10 +21,6 @@ from lit_fsdp.sharding.shard import Compile
 from lit_fsdp.sharding.wrap import count_shard_bytes
 
 _STRATEGY = "trainer.strategy"
-_TRIED = (
-    *("mesh.replicate", "mesh.shard", "sharding.reshard_after_forward", "sharding.no_sync"),
-    "activation_checkpointing.mode",
-)
 _ADAPTERS = {"model.lora", "model.quantization"}
 _CHANGES_RESULT = {*_ADAPTERS, "model.optimizer.name"}
 _SMALLER, _MAX_ROWS = 0.95, 12  # a slower row is worth showing below so much of the peak of the one before it
@@ -147,6 +142,19 @@ def choose(candidates: Sequence[Candidate]) -> Candidate | None:
     if configured.fits and (best is None or configured.time.step_s < 1.02 * best.time.step_s):
         return configured
     return best
+
+
+def list_changes(given: Settings, tried: Settings) -> dict[str, Any]:
+    """Return the settings that make one of the other, as in YAML: each by itself, so that none is left as it was."""
+    changes: dict[str, Any] = {}
+    for section in ("mesh", "sharding", "activation_checkpointing"):
+        before = vars(getattr(given, section))
+        for name, value in vars(getattr(tried, section)).items():
+            if value != before[name] or type(value) is not type(before[name]):  # true is not 1
+                changes[f"{_STRATEGY}.{section}.{name}"] = list(value) if isinstance(value, tuple) else value
+    if given.cpu_offload != tried.cpu_offload:
+        changes[f"{_STRATEGY}.cpu_offload"] = None if tried.cpu_offload is None else {}
+    return changes
 
 
 def format_changes(changes: Mapping[str, Any]) -> str:
@@ -286,7 +294,7 @@ def _estimate(problem: Problem, variant: Variant, settings: Settings, rows: int)
         own["data.batch_size"] = rows
         if problem.sets_accumulation:
             own["trainer.accumulate_grad_batches"] = num
-    own |= _list_changes(problem.settings, settings)
+    own |= list_changes(problem.settings, settings)
     if model.optimizer.name != configured.optimizer.name:
         own["model.optimizer.name"] = model.optimizer.name
         if configured.optimizer.fused is not None:
@@ -301,17 +309,6 @@ def _estimate(problem: Problem, variant: Variant, settings: Settings, rows: int)
         compiled_s=estimate_time(replace(settings, compile=Compile())).step_s if can_compile else None,
         fits=needed_bytes <= problem.device_bytes and has_host,
     )
-
-
-def _list_changes(given: Settings, chosen: Settings) -> dict[str, Any]:
-    changes: dict[str, Any] = {}
-    for key in _TRIED:
-        old, new = attrgetter(key)(given), attrgetter(key)(chosen)
-        if old != new or type(old) is not type(new):  # true is not 1
-            changes[f"{_STRATEGY}.{key}"] = new
-    if given.cpu_offload != chosen.cpu_offload:
-        changes[f"{_STRATEGY}.cpu_offload"] = None if chosen.cpu_offload is None else {}
-    return changes
 
 
 def _pick(candidates: Sequence[Candidate]) -> list[Candidate]:
