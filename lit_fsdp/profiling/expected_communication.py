@@ -99,11 +99,7 @@ def estimate_bytes(
             num_values = sum(pad_numel(p, num_shards) for p in own) // num_shards
             gather = num_shards * count_packed_bytes(num_values, sharding.gather_bits)
         trained = [p for p in own if p.requires_grad]
-        reduced = sum(
-            pad_numel(p, num_shards) * (policy.reduce_dtype or get_gather_dtype(p, policy.param_dtype)).itemsize
-            for p in trained
-        )
-        scatter = reduced
+        scatter = reduced = count_gathered_bytes(trained, policy.reduce_dtype, num_shards)
         if sharding.reduce_bits is not None:
             num_values = sum(pad_numel(p, num_shards) for p in trained) // num_shards
             scatter = num_shards * count_packed_bytes(num_values, sharding.reduce_bits)
@@ -124,7 +120,8 @@ def estimate_bytes(
 def count_gathered_bytes(parameters: Iterable[Tensor], param_dtype: torch.dtype | None, num_shards: int = 1) -> int:
     """Return the bytes of parameters when they are gathered for compute in ``param_dtype``; ``None`` is that of each.
 
-    They are in the storage dtype, and split over ``num_shards`` ranks; one adds no padding.
+    Their gradients have as many, when they are reduced in it. Parameters are in the storage dtype, and split over
+    ``num_shards`` ranks; one adds no padding.
     """
     return sum(pad_numel(p, num_shards) * get_gather_dtype(p, param_dtype).itemsize for p in parameters)
 

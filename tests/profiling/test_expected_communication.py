@@ -7,6 +7,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import EVEN, TIED, UNEVEN, Rows, build_task, build_trainer, save_model
 
@@ -16,6 +18,7 @@ from lit_fsdp.profiling.collectives import Collective
 from lit_fsdp.profiling.communication_meter import CommunicationMeter, StepCommunication
 from lit_fsdp.profiling.expected_communication import estimate_bytes, estimate_collectives
 from lit_fsdp.quantization.quantize import Quantization
+from lit_fsdp.sharding.wrap import Wrap, plan_module
 from ranks import run_ranks
 
 
@@ -168,6 +171,20 @@ def test_adapters_and_codes_keep_dtypes_of_their_own(tmp_path: Path) -> None:
     options = {"lora": LoRA(r=3), "quantization": Quantization(), "precision": "bf16-true"}
     for strategy in ({}, {"sharding": Sharding(reduce_bits=8)}):
         run_ranks(partial(count_and_compare, **options), folder, strategy, 2, 1)
+
+
+def reduce_two_dtypes() -> None:
+    layers = nn.ModuleList([fully_shard(nn.Linear(8, 8, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)])
+    with Counting() as counting:
+        sum(layer(torch.ones(2, 8, dtype=layer.weight.dtype)).float().sum() for layer in layers).backward()
+    plan = plan_module(layers, Wrap(policy="module_classes", module_classes=["*Linear"]))
+    units = estimate_bytes(layers, plan, Sharding(), MixedPrecision(), num_shards=2)
+    assert [unit.reduce_scatter_step for unit in units] == [72 * 4, 72 * 2]
+    assert counting.num_bytes["_reduce_scatter_base_"] == 72 * 4 + 72 * 2
+
+
+def test_without_a_dtype_of_reduction_each_unit_sends_that_of_its_parameters() -> None:
+    run_ranks(reduce_two_dtypes)
 
 
 def test_tied_weights_are_gathered_and_reduced_once(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from math import ceil, prod
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lit_fsdp.optim.adamw_8bit import BLOCK_SIZE, is_8bit
 from lit_fsdp.optim.factory import Optimizer
@@ -120,9 +121,7 @@ def estimate_step(
     sharded = {name: parameter for name, parameter in parameters.items() if parameter not in whole}
     walk = Walk(
         tape=tape,
-        units=_measure_units(
-            sharded, units, settings, dtypes, reduce=_get_reduce_dtype(parameters, dtypes), num_shards=shards
-        ),
+        units=_measure_units(sharded, units, settings, dtypes.build_policy(), shards),
         owners={name: i for i, unit in enumerate(units) for name in unit.parameters if name in sharded},
         settings=_describe_walk(settings, dtypes, parameters, (replicas, shards), num_micro_batches),
         fixed={
@@ -185,34 +184,28 @@ def _describe_walk(
     mesh: tuple[int, int],
     num_micro_batches: int,
 ) -> WalkSettings:
-    reduce = _get_reduce_dtype(parameters, dtypes)
+    reduce = dtypes.build_policy().reduce_dtype
     trained = next((p.dtype for p in parameters.values() if p.requires_grad), reduce)
     return WalkSettings(
         num_shards=mesh[1],
         is_replicated=mesh[0] > 1,
         num_micro_batches=num_micro_batches,
         sharding=settings.sharding,
-        reduce_itemsize=reduce.itemsize,
-        casts_shards=trained != reduce,
+        reduce_itemsize=(reduce or _get_compute_dtype(parameters, dtypes)).itemsize,
+        casts_shards=reduce is not None and trained != reduce,
         saved_ops=frozenset(_list_kept(settings.activation_checkpointing)),
         keeps_shards=settings.cpu_offload is None,
     )
-
-
-def _get_reduce_dtype(parameters: Mapping[str, nn.Parameter], dtypes: MixedPrecision) -> torch.dtype:
-    return dtypes.build_policy().reduce_dtype or _get_compute_dtype(parameters, dtypes)
 
 
 def _measure_units(
     parameters: Mapping[str, nn.Parameter],
     plan: Sequence[Unit],
     settings: Settings,
-    dtypes: MixedPrecision,
-    *,
-    reduce: torch.dtype,
+    policy: MixedPrecisionPolicy,
     num_shards: int,
 ) -> list[UnitSizes]:
-    compute = dtypes.build_policy().param_dtype
+    compute = policy.param_dtype
     reshard, gather_bits, reduce_bits = (
         getattr(settings.sharding, name) for name in ("reshard_after_forward", "gather_bits", "reduce_bits")
     )
@@ -223,9 +216,9 @@ def _measure_units(
         own = [parameters[name] for name in names]
         gathered = count_gathered_bytes(own, compute, num_shards)
         cast = count_gathered_bytes((p for p in own if get_gather_dtype(p, compute) != p.dtype), compute, num_shards)
-        trained = [(p, pad_numel(p, num_shards)) for p in own if p.requires_grad]
-        numel = sum(padded for _, padded in trained)
-        gradient = sum(padded // num_shards * p.element_size() for p, padded in trained)
+        trained = [p for p in own if p.requires_grad]
+        numel = sum(pad_numel(p, num_shards) for p in trained)
+        reduced = count_gathered_bytes(trained, policy.reduce_dtype, num_shards)
         num_gathered = sum(pad_numel(p, num_shards) for p in own) // num_shards
         packs = num_shards > 1
         last = _find_last([name for name in names if parameters[name].requires_grad], unit.names[-1])
@@ -237,9 +230,9 @@ def _measure_units(
                 label=OUTSIDE if unit.kind == "root" else label_unit(unit),  # as an exact trace has it
                 gathered=gathered,
                 cast=cast // num_shards,
-                reduce=numel * reduce.itemsize,
-                reduced=numel // num_shards * reduce.itemsize,
-                gradient=gradient,
+                reduce=reduced,
+                reduced=reduced // num_shards,
+                gradient=count_gathered_bytes(trained, None, num_shards) // num_shards,
                 kept=kept,
                 last_gradient=last_gradient if num_shards > 1 and KEEPS_LAST_GRADIENT else 0,
                 reshards=reshards,

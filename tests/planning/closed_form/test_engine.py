@@ -173,6 +173,18 @@ def test_units_are_counted_when_they_are_there_and_reduced_once(model: dict[str,
     run_ranks(compare, model, options, 0.002, world_size=1)
 
 
+def test_a_unit_is_reduced_in_the_dtype_of_its_own_parameters() -> None:
+    plain, mixed = Model(), Model()
+    head = mixed.model.lm_head.to(torch.bfloat16), mixed.model.model.norm.to(torch.bfloat16)  # one unit
+    first, second = (
+        next(m for m in estimate_lm(model, world_size=2).moments if (m.phase, m.unit[-8:]) == ("backward", "layers.2"))
+        for model in (plain, mixed)
+    )
+    numel = sum(parameter.numel() for module in head for parameter in module.parameters())
+    # What was reduced last is there while the next unit computes.
+    assert first.by_kind["communication"] - second.by_kind["communication"] == 2 * numel
+
+
 def test_states_of_8_gb_of_parameters_are_32_gb_on_one_gpu_and_8_gb_on_each_of_four() -> None:
     alone, shared = estimate_lm(Model(**LARGE)), estimate_lm(Model(**LARGE), world_size=4)
     assert sum(p.numel() for p in Model(**LARGE).parameters()) * 4 / 1e9 == pytest.approx(7.6, abs=0.1)
