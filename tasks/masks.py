@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 from transformers import masking_utils
+
+from lit_fsdp.profiling.replaced_calls import ReplacedMethod
 
 
 def needs_mask(batch: Mapping[str, Any]) -> bool:
@@ -29,33 +31,24 @@ def keep_branches(batch: Mapping[str, Any]) -> Iterator[None]:
         batch: With values; ``position_ids`` or ``attention_mask`` [batch, length] if the model gets them.
     """
     # Asked once in a forward.
-    original = masking_utils.find_packed_sequence_indices
-    positions = batch.get("position_ids")
-    is_packed = positions is not None and original(positions) is not None
-
-    def find(position_ids: Tensor) -> Tensor | None:
-        return original(position_ids) if is_packed else None
-
-    # Private, seen in transformers 5.23; whether nothing is padded, so that attention needs no mask.
-    ignore = masking_utils._ignore_causal_mask_sdpa
-    padding = batch.get("attention_mask")
+    positions, padding = batch.get("position_ids"), batch.get("attention_mask")
+    is_packed = positions is not None and masking_utils.find_packed_sequence_indices(positions) is not None
     is_padded = padding is None or not bool(padding.all())
 
-    def ignore_mask(padding_mask: Tensor | None, *args: Any, **kwargs: Any) -> bool:
-        return bool(ignore(padding_mask if is_padded else None, *args, **kwargs))
+    def find(original: Callable[[Tensor], Tensor | None], position_ids: Tensor) -> Tensor | None:
+        return original(position_ids) if is_packed else None
 
-    # Private as well, of encoders.
-    ignore_both = masking_utils._ignore_bidirectional_mask_sdpa
+    def ignore(original: Callable[..., bool], padding_mask: Tensor | None, *args: Any, **kwargs: Any) -> bool:
+        return bool(original(padding_mask if is_padded else None, *args, **kwargs))
 
-    def ignore_both_mask(padding_mask: Tensor | None, *args: Any, **kwargs: Any) -> bool:
-        return bool(ignore_both(padding_mask if is_padded else None, *args, **kwargs))
-
-    masking_utils.find_packed_sequence_indices = find
-    masking_utils._ignore_causal_mask_sdpa = ignore_mask
-    masking_utils._ignore_bidirectional_mask_sdpa = ignore_both_mask
+    # Private, seen in transformers 5.23, the last of encoders: whether nothing is padded, so that there is no mask.
+    replaced = [
+        ReplacedMethod(masking_utils, "find_packed_sequence_indices", find),
+        ReplacedMethod(masking_utils, "_ignore_causal_mask_sdpa", ignore),
+        ReplacedMethod(masking_utils, "_ignore_bidirectional_mask_sdpa", ignore),
+    ]
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = original
-        masking_utils._ignore_causal_mask_sdpa = ignore
-        masking_utils._ignore_bidirectional_mask_sdpa = ignore_both
+        for method in replaced:
+            method.remove()

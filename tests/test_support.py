@@ -205,7 +205,7 @@ def read_attributes(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             yield node.attr
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.endswith("attr"):
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "").endswith(("attr", "Method")):
             name = node.args[1] if len(node.args) > 1 else None
             if isinstance(name, ast.Constant) and isinstance(name.value, str) and is_private(name.value):
                 yield name.value
