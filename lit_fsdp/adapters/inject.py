@@ -26,6 +26,7 @@ from lit_fsdp.quantization.layers import (
     QuantizedLinear,
     is_experts,
     is_linear,
+    is_named,
     iterate_quantized,
 )
 
@@ -175,7 +176,7 @@ def _resolve_targets(model: nn.Module, lora: LoRA) -> list[str]:
 
 def _list_modules(model: nn.Module, lora: LoRA) -> dict[str, nn.Module]:
     left_out = (*lora.exclude_modules, *lora.modules_to_save)
-    return {n: m for n, m in model.named_modules() if n and not any(_is_inside(n, part) for part in left_out)}
+    return {n: m for n, m in model.named_modules() if n and not is_named(n, left_out)}
 
 
 def _list_linear(model: nn.Module, lora: LoRA) -> dict[str, nn.Module]:
@@ -211,7 +212,7 @@ def _resolve_parameters(model: nn.Module, lora: LoRA) -> list[str]:
         raise ValueError(f"lora.target_parameters: got {part!r}: {_describe_unknown(model, part, known)}")
     left_out = (*lora.exclude_modules, *lora.modules_to_save)
     found = [n for n in known if any(_ends_with(n, part) for part in lora.target_parameters)]
-    kept = [name for name in found if not any(_is_inside(name, part) for part in left_out)]
+    kept = [name for name in found if not is_named(name, left_out)]
     if not kept:
         raise ValueError(
             f"lora.target_parameters: got {lora.target_parameters!r}: exclude_modules and modules_to_save leave none"
@@ -268,10 +269,6 @@ def _find_saved(model: nn.Module, lora: LoRA) -> list[tuple[str, nn.Module]]:
 
 def _ends_with(name: str, part: str) -> bool:
     return name == part or name.endswith(f".{part}")
-
-
-def _is_inside(name: str, part: str) -> bool:
-    return f".{name}.".find(f".{part}.") >= 0
 
 
 def _find_obstacle(layer: Any, lora: LoRA, num_owners: Mapping[int, int]) -> str:

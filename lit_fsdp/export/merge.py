@@ -25,7 +25,7 @@ from lit_fsdp.checkpoint.reader import StoredCheckpoint, build_on_meta
 from lit_fsdp.checkpoint.untrusted import refuse_other_forms
 from lit_fsdp.errors import join_names
 from lit_fsdp.export.position_embeddings import ResizedCheckpoint
-from lit_fsdp.quantization.layers import iterate_quantized, quantize_model
+from lit_fsdp.quantization.layers import is_named, iterate_quantized, quantize_model
 from lit_fsdp.quantization.quantize import Quantization, requantize
 from lit_fsdp.weights.base_weights import BASE, LORA, fetch_pretrained, get_pretrained_folder, is_base
 from lit_fsdp.weights.convert import convert_rows, plan_conversions
@@ -192,6 +192,4 @@ def get_weight_name(layer: Any) -> str:
 
 def is_saved(name: str, lora: LoRA) -> bool:
     """Whether a tensor is one of the modules that train in full."""
-    parts = name.split(".")
-    modules = [".".join(parts[:i]) for i in range(1, len(parts))]
-    return any(m == part or m.endswith(f".{part}") for m in modules for part in lora.modules_to_save)
+    return is_named(name.rpartition(".")[0], lora.modules_to_save)

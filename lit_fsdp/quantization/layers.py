@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -143,7 +143,7 @@ def quantize_model(model: nn.Module, settings: Quantization, *, keep: Sequence[s
         )
     load_kernels("quantization")  # now, not in a step that is measured or that has no values
     candidates = list_quantizable(model)
-    skipped = _find_skipped(model, settings, candidates) | {n for n in candidates if _is_named(n, keep)}
+    skipped = _find_skipped(model, settings, candidates) | {n for n in candidates if is_named(n, keep)}
     num_owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     left = _list_unknown(model, candidates, (*(settings.skip_modules or ()), *keep))
     done = 0
@@ -196,16 +196,9 @@ def _find_skipped(model: nn.Module, settings: Quantization, candidates: dict[str
         find_head: Any = getattr(model, "get_output_embeddings", lambda: None)
         head = find_head()
         return {name for name, module in candidates.items() if module is head}
-    skipped: set[str] = set()
-    for pattern in settings.skip_modules:
-        found = {name for name in candidates if _is_named(name, [pattern])}
-        if not found:
-            known = {name.rpartition(".")[2] for name in candidates}
-            near = difflib.get_close_matches(pattern.rpartition(".")[2], known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"expected one such as {', '.join(sorted(known)[:8])}"
-            raise ValueError(f"quantization.skip_modules: got {pattern!r}: no layer that could be quantized; {hint}")
-        skipped |= found
-    return skipped
+    return find_named(
+        candidates, settings.skip_modules, "quantization.skip_modules", "no layer that could be quantized"
+    )
 
 
 def _list_unknown(model: nn.Module, candidates: Mapping[str, nn.Module], skipped: Sequence[str]) -> list[str]:
@@ -213,13 +206,25 @@ def _list_unknown(model: nn.Module, candidates: Mapping[str, nn.Module], skipped
     unknown = []
     for name, module in model.named_modules():
         is_large = any(p.dim() == 3 for p in module.parameters(recurse=False)) or isinstance(module, Conv1D)
-        if is_large and name not in candidates and not isinstance(module, _ConvNd) and not _is_named(name, skipped):
+        if is_large and name not in candidates and not isinstance(module, _ConvNd) and not is_named(name, skipped):
             unknown.append(f"{name} (a {type(module).__name__} cannot be quantized)")
     return unknown
 
 
-def _is_named(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a module, or one around it, has a name that fits a pattern, in full or in its last parts."""
+def find_named(names: Iterable[str], patterns: Sequence[str], setting: str, problem: str) -> set[str]:
+    """Return the names that fit a pattern, as in ``is_named``; refuse a pattern that none fits."""
+    fitting = {pattern: {name for name in names if is_named(name, [pattern])} for pattern in patterns}
+    for pattern, found in fitting.items():
+        if not found:
+            known = {name.rpartition(".")[2] for name in names}
+            near = difflib.get_close_matches(pattern.rpartition(".")[2], known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"expected one such as {', '.join(sorted(known)[:8])}"
+            raise ValueError(f"{setting}: got {pattern!r}: {problem}; {hint}")
+    return set().union(*fitting.values())
+
+
+def is_named(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether a module, or one around it, has a name that fits a pattern, in full or in its last parts."""
     parts = name.split(".")
     around = [".".join(parts[: i + 1]) for i in range(len(parts))]
     return any(fnmatch.fnmatchcase(n, p) or fnmatch.fnmatchcase(n, f"*.{p}") for n in around for p in patterns)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import ModuleType
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 from lit_fsdp.adapters.layers import iterate_adapters
-from lit_fsdp.quantization.layers import iterate_quantized
+from lit_fsdp.quantization.layers import find_named, iterate_quantized
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
 
 Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
@@ -123,13 +122,4 @@ def _find_skipped(model: nn.Module, settings: Float8, linears: dict[str, nn.Line
         parts: Iterable[Any] = model.modules()
         heads = [part.get_output_embeddings() for part in parts if hasattr(part, "get_output_embeddings")]
         return {name for name, module in linears.items() if any(module is head for head in heads)}
-    skipped: set[str] = set()
-    for part in settings.skip_modules:
-        found = {name for name in linears if f".{name}.".find(f".{part}.") >= 0}
-        if not found:
-            known = {name.rpartition(".")[2] for name in linears}
-            near = difflib.get_close_matches(part.rpartition(".")[2], known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"expected one such as {', '.join(sorted(known)[:8])}"
-            raise ValueError(f"float8.skip_modules: got {part!r}: no linear layer of the model; {hint}")
-        skipped |= found
-    return skipped
+    return find_named(linears, settings.skip_modules, "float8.skip_modules", "no linear layer of the model")

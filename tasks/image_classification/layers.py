@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Sequence
 
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from lit_fsdp.adapters.layers import clean_name
+from lit_fsdp.quantization.layers import is_named
 
 BACKBONE = "backbone"  # in freeze: all but the head
 
@@ -26,7 +26,7 @@ def freeze_modules(model: nn.Module, names: Sequence[str], head: Sequence[str]) 
         if wanted == BACKBONE:
             hits = [name for name in parameters if not _is_inside(name, head)]
         else:
-            hits = [name for name in parameters if _fits(name, wanted)]
+            hits = [name for name in parameters if is_named(name, [wanted])]
         if not hits:
             raise ValueError(f"freeze: got {wanted!r}: the model has no such module; expected a name such as layers.0")
         for name in hits:
@@ -37,12 +37,6 @@ def freeze_modules(model: nn.Module, names: Sequence[str], head: Sequence[str]) 
 
 def _is_inside(name: str, modules: Sequence[str]) -> bool:
     return any(name == module or name.startswith(f"{module}.") for module in modules)
-
-
-def _fits(name: str, wanted: str) -> bool:
-    return any(
-        fnmatch.fnmatchcase(name, pattern) for pattern in (wanted, f"{wanted}.*", f"*.{wanted}", f"*.{wanted}.*")
-    )
 
 
 def rest_frozen(model: nn.Module) -> None:
