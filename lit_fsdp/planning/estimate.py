@@ -174,11 +174,7 @@ def estimate_step_time(
     """
     sizes = ranks.resolve(settings.mesh)
     replicas, shards = sizes.replicate, sizes.num_shards
-    parameters = list(model.module.parameters())
-    trained = [parameter.element_size() for parameter in parameters if parameter.requires_grad]
-    compute = model.dtypes.build_policy().param_dtype or max(
-        (p.dtype for p in parameters if p.is_floating_point()), key=lambda dtype: dtype.itemsize
-    )
+    trained = [parameter.element_size() for parameter in model.module.parameters() if parameter.requires_grad]
     counts = {"num_shards": shards, "num_replicas": replicas, "num_micro_batches": num_micro_batches}
     reshard = settings.sharding.reshard_after_forward
     work = Workload(
@@ -209,7 +205,7 @@ def estimate_step_time(
         num_replicas=replicas,
         num_split=sizes.tensor,
         ranks_per_node=ranks.per_node,
-        dtype=dtype or str(compute).removeprefix("torch."),
+        dtype=dtype or str(model.compute_dtype).removeprefix("torch."),
         speed=hardware.speed,
     )
     return estimate_time(work, machine)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from lit_fsdp.optim.factory import Optimizer
@@ -115,3 +116,9 @@ class ModelToTrain:
     units: Sequence[Unit]
     dtypes: MixedPrecision
     optimizer: Optimizer
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What it computes in: as the precision says, else the widest dtype of its parameters."""
+        floating = [p.dtype for p in self.module.parameters() if p.is_floating_point()]
+        return self.dtypes.build_policy().param_dtype or max(floating, key=lambda dtype: dtype.itemsize)

@@ -29,7 +29,6 @@ from lit_fsdp.profiling.memory_log import OUTSIDE, Peak, StepMemory
 from lit_fsdp.sharding.activation_checkpointing import DEFAULT_SAVED_OPS, ActivationCheckpointing
 from lit_fsdp.sharding.cpu_offload import CPUOffload, count_pinned_rounding
 from lit_fsdp.sharding.low_bit import count_gather_scratch, count_reduce_scratch
-from lit_fsdp.sharding.mixed_precision import MixedPrecision
 from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.shard import check_wire, is_gathered_again, list_whole
 from lit_fsdp.sharding.torch_internals import KEEPS_LAST_GRADIENT
@@ -102,28 +101,25 @@ def estimate_step(
     if sizes.num_sharing > 1:
         name = "tensor" if sizes.tensor > 1 else "sequence"
         raise NoEstimateError(f"mesh.{name}: ranks that share rows have no rules")
-    if settings.activation_checkpointing.keep_dequantized:
-        raise UnreadableModuleError("activation_checkpointing.keep_dequantized", "a setting without a rule")
-    if settings.activation_checkpointing.offload:
-        raise UnreadableModuleError("activation_checkpointing.offload", "a setting without a rule")
-    if settings.activation_checkpointing.mlp_chunks is not None:
-        raise UnreadableModuleError("activation_checkpointing.mlp_chunks", "a setting without a rule")
+    for name in ("keep_dequantized", "offload", "mlp_chunks"):
+        if getattr(settings.activation_checkpointing, name):
+            raise UnreadableModuleError(f"activation_checkpointing.{name}", "a setting without a rule")
     settings.sharding.check(shards)
-    module, units, dtypes = model.module, model.units, model.dtypes
-    check_wire(module, units, settings.sharding, dtypes.build_policy())
+    module, units, policy = model.module, model.units, model.dtypes.build_policy()
+    check_wire(module, units, settings.sharding, policy)
     parameters = dict(module.named_parameters())
     tape = _read_model(model, settings, micro_batch, device_type)
     own = sum(count_shard_bytes(module, unit, shards) for unit in units)
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
     state, temporary = _measure_optimizer(parameters, model.optimizer, shards, device_type=device_type)
     on_device = settings.cpu_offload is None
-    whole = list_whole(module, ranks.world_size, not on_device, dtypes.build_policy().param_dtype, settings.sharding)
+    whole = list_whole(module, ranks.world_size, not on_device, policy.param_dtype, settings.sharding)
     sharded = {name: parameter for name, parameter in parameters.items() if parameter not in whole}
     walk = Walk(
         tape=tape,
-        units=_measure_units(sharded, units, settings, dtypes.build_policy(), shards),
+        units=_measure_units(sharded, units, settings, policy, shards),
         owners={name: i for i, unit in enumerate(units) for name in unit.parameters if name in sharded},
-        settings=_describe_walk(settings, dtypes, parameters, (replicas, shards), num_micro_batches),
+        settings=_describe_walk(model, settings, (replicas, shards), num_micro_batches),
         fixed={
             "parameters": buffers + own * on_device,
             "optimizer_state": state * on_device,
@@ -159,9 +155,8 @@ def _count_staged(model: ModelToTrain, cpu_offload: CPUOffload | None, num_shard
 
 def _read_model(model: ModelToTrain, settings: Settings, micro_batch: MicroBatch, device_type: str) -> Tape:
     module, recompute = model.module, settings.activation_checkpointing
-    parameters = dict(module.named_parameters())
-    tape = Tape(itemsize=_get_compute_dtype(parameters, model.dtypes).itemsize, is_gpu=device_type != "cpu")
-    names = {id(parameter): name for name, parameter in parameters.items()}
+    tape = Tape(itemsize=model.compute_dtype.itemsize, is_gpu=device_type != "cpu")
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
     reader = Reader(tape=tape, names=names, **vars(micro_batch))
     recomputed = [] if recompute.mode == "none" else list(iterate_blocks(model.units))[:: recompute.every_n_blocks]
     try:
@@ -171,27 +166,17 @@ def _read_model(model: ModelToTrain, settings: Settings, micro_batch: MicroBatch
         raise UnreadableModuleError(type(module).__name__, f"{type(error).__name__}: {error}") from error
 
 
-def _get_compute_dtype(parameters: Mapping[str, nn.Parameter], dtypes: MixedPrecision) -> torch.dtype:
-    policy = dtypes.build_policy()
-    floating = [p.dtype for p in parameters.values() if p.is_floating_point()]
-    return policy.param_dtype or max(floating, key=lambda dtype: dtype.itemsize)
-
-
 def _describe_walk(
-    settings: Settings,
-    dtypes: MixedPrecision,
-    parameters: Mapping[str, nn.Parameter],
-    mesh: tuple[int, int],
-    num_micro_batches: int,
+    model: ModelToTrain, settings: Settings, mesh: tuple[int, int], num_micro_batches: int
 ) -> WalkSettings:
-    reduce = dtypes.build_policy().reduce_dtype
-    trained = next((p.dtype for p in parameters.values() if p.requires_grad), reduce)
+    reduce = model.dtypes.build_policy().reduce_dtype
+    trained = next((p.dtype for p in model.module.parameters() if p.requires_grad), reduce)
     return WalkSettings(
         num_shards=mesh[1],
         is_replicated=mesh[0] > 1,
         num_micro_batches=num_micro_batches,
         sharding=settings.sharding,
-        reduce_itemsize=(reduce or _get_compute_dtype(parameters, dtypes)).itemsize,
+        reduce_itemsize=(reduce or model.compute_dtype).itemsize,
         casts_shards=reduce is not None and trained != reduce,
         saved_ops=frozenset(_list_kept(settings.activation_checkpointing)),
         keeps_shards=settings.cpu_offload is None,
