@@ -101,9 +101,7 @@ def make_machine_section(machines: Sequence[Machine], *, has_prices: bool) -> Se
         size = machine.trial.ranks.per_node
         needed = f"{machine.trial.needed_bytes / _GIB:.2f} of {machine.gpu.memory_gib:g}"
         cells = [str(number), f"{size} x {machine.gpu.name}", needed, *_format_speed(machine.time)]
-        rows.append(
-            [*cells, f"{machine.gpu_hours:.3g}", *([f"{machine.cost:.3g}"] if machine.cost is not None else [])]
-        )
+        rows.append([*cells, *_format_cost(machine)])
     columns = ["#", "GPUs", "needs GiB", "step s", "tokens/s", "GPU-h/M tokens", *["cost/M tokens"] * has_prices]
     notes = _number([machine.trial.changes for machine in shown])
     if rest := len(machines) - len(shown):

@@ -74,9 +74,9 @@ def find_nearest(candidates: Sequence[Candidate], trials: Trials, hardware: Hard
     fitting.sort(key=lambda candidate: (len(candidate.changes), candidate.time.step_s))
 
     def list_all() -> Iterator[Near]:
-        yield from (_describe(c, "trains the same") for c in fitting if c.keeps_result)
+        yield from (_describe(c, c.changes, c.time, "trains the same") for c in fitting if c.keeps_result)
         yield from _try_more_ranks(trials, hardware, device_bytes)
-        yield from (_describe(c, "another training") for c in fitting if not c.keeps_result)
+        yield from (_describe(c, c.changes, c.time, "another training") for c in fitting if not c.keeps_result)
         yield from _try_shorter_rows(trials, hardware, device_bytes)
 
     return list(islice(_drop_longer(list_all()), NUM_NEAREST))
@@ -114,14 +114,8 @@ def _drop_longer(found: Iterator[Near]) -> Iterator[Near]:
             yield near
 
 
-def _describe(candidate: Candidate, cost: str) -> Near:
-    return Near(
-        changes=candidate.changes,
-        needed_bytes=candidate.needed_bytes,
-        host_bytes=candidate.host_bytes,
-        time=candidate.time,
-        cost=cost,
-    )
+def _describe(found: Candidate | Trial, changes: Mapping[str, Any], time: StepTime, cost: str) -> Near:
+    return Near(changes=changes, needed_bytes=found.needed_bytes, host_bytes=found.host_bytes, time=time, cost=cost)
 
 
 def _try_more_ranks(trials: Trials, hardware: Hardware, device_bytes: int) -> Iterator[Near]:
@@ -138,13 +132,7 @@ def _try_more_ranks(trials: Trials, hardware: Hardware, device_bytes: int) -> It
         except ValueError:  # a mesh with numbers, or no link between nodes
             return
         if trial.needed_bytes <= device_bytes:
-            yield Near(
-                changes=changes,
-                needed_bytes=trial.needed_bytes,
-                host_bytes=trial.host_bytes,
-                time=time,
-                cost="trains the same, in larger steps",
-            )
+            yield _describe(trial, changes, time, "trains the same, in larger steps")
             return
 
 
@@ -154,13 +142,7 @@ def _try_shorter_rows(trials: Trials, hardware: Hardware, device_bytes: int) -> 
     except NoEstimateError:
         return
     if limit.value is not None and limit.time is not None:
-        yield Near(
-            changes={"data.seq_length": limit.value},
-            needed_bytes=limit.trial.needed_bytes,
-            host_bytes=limit.trial.host_bytes,
-            time=limit.time,
-            cost="rows are cut or split",
-        )
+        yield _describe(limit.trial, {"data.seq_length": limit.value}, limit.time, "rows are cut or split")
 
 
 def _list_single(trials: Trials) -> Iterator[tuple[int, Settings]]:

@@ -11,7 +11,7 @@ from lit_fsdp.planning.answers import (
     make_scale_section,
 )
 from lit_fsdp.planning.estimate import Hardware
-from lit_fsdp.planning.limits import find_limits
+from lit_fsdp.planning.limits import Size, find_limits
 from lit_fsdp.planning.machines import Machine, choose_machine, find_machines, scale
 from lit_fsdp.planning.step_parts import Ranks
 from lit_fsdp.planning.timing.hardware import Gpu
@@ -57,14 +57,11 @@ def answer(questions: Questions, trials: Trials, hardware: Hardware | None, devi
         ValueError: There is no link between nodes, or the GPU does not compute in the dtype of the step.
     """
     found = []
-    if questions.longest and device_bytes is not None:
-        found.append(
-            make_limit_section("seq_length", find_limits(trials, "seq_length", device_bytes, hardware), device_bytes)
-        )
-    if questions.largest and device_bytes is not None:
-        found.append(
-            make_limit_section("batch_size", find_limits(trials, "batch_size", device_bytes, hardware), device_bytes)
-        )
+    sizes: dict[Size, bool] = {"seq_length": questions.longest, "batch_size": questions.largest}
+    for size, is_asked in sizes.items():
+        if is_asked and device_bytes is not None:
+            limits = find_limits(trials, size, device_bytes, hardware)
+            found.append(make_limit_section(size, limits, device_bytes))
     if questions.all_ranks and hardware is not None and device_bytes is not None:
         found.append(make_scale_section(scale(trials, questions.all_ranks, hardware, device_bytes, questions.prices)))
     if questions.cheapest:
