@@ -241,21 +241,38 @@ def read_parquet(path: Location, columns: Sequence[str] | None = None) -> Iterat
         yield make_bad(place, f"not readable as Parquet: {reason}")
 
 
-def open_saved(folder: Path) -> Any:
-    """Return what ``datasets`` has saved to a folder.
+def is_saved(folder: Path) -> bool:
+    """Return whether ``datasets`` has saved to a folder."""
+    return folder.is_dir() and any((folder / name).exists() for name in ("dataset_dict.json", "state.json"))
+
+
+def open_saved(folder: Path, split: str) -> tuple[Any, bool]:
+    """Return a split of what ``datasets`` has saved to a folder, or a slice of one such as ``train[:90%]``.
+
+    Also whether it has that: of one data set without splits, all rows are returned for a name that is not its own.
 
     Raises:
-        ValueError: It is damaged, or an interrupted copy.
+        ValueError: It is damaged, or an interrupted copy, or has other splits.
     """
-    from datasets import load_from_disk
+    from datasets import DatasetDict, ReadInstruction, load_from_disk
 
     try:
-        return load_from_disk(str(folder))
+        saved = load_from_disk(str(folder))
     except Exception as error:  # of json, pyarrow and datasets, each its own
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
             f"{folder}: damaged, as a data set of save_to_disk: {reason}: copy it or save it once more"
         ) from error
+    name, bracket, _ = split.partition("[")
+    has_splits = isinstance(saved, DatasetDict)
+    if has_splits:
+        if name not in saved:
+            raise ValueError(f"{folder}: has no split {name!r}; it has {', '.join(saved)}")
+        saved = saved[name]
+    if bracket:
+        (place,) = ReadInstruction.from_spec(split).to_absolute({name: len(saved)})
+        saved = saved.select(range(place.from_, place.to))
+    return saved, has_splits or bool(bracket) or name == str(saved.split)
 
 
 def _list_fields(batch: Any) -> list[dict[str, Any] | None]:

@@ -18,7 +18,7 @@ from lit_fsdp.tasks.data import DEFAULT_SPLITS, Split
 from lit_fsdp.tasks.image_classification.images import SUFFIXES, Images, decode
 from lit_fsdp.tasks.image_classification.manifests import MANIFESTS, check_label, read_table
 from lit_fsdp.tasks.image_classification.shards import is_url, read_object, read_shards
-from lit_fsdp.tasks.row_files import describe, list_files, open_saved, tell_retries_once
+from lit_fsdp.tasks.row_files import describe, is_saved, list_files, open_saved, tell_retries_once
 
 DIGITS = "digits"
 _DIGITS_SEED = 0  # of the held-out fifth; results on it are compared
@@ -53,11 +53,15 @@ def open_images(source: str, *, split: str | None, split_of: Split, fields: Fiel
             raise ValueError(f"split {split!r}: {source} has no splits; leave it out")
         return _list_objects(source) or read_shards(source, needs_labels=split_of != "predict")
     path = Path(source).expanduser()
-    is_set = path.is_dir() and any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
-    if is_set or _is_on_hub(source):
-        rows = _load_rows(source, split, default=DEFAULT_SPLITS[split_of], is_saved=is_set)
-        name = f"{source} {split or DEFAULT_SPLITS[split_of]}"
-        return _open_data_set(name, rows, fields=fields, needs_labels=split_of != "predict")
+    if is_saved(path) or _is_on_hub(source):
+        named = split or DEFAULT_SPLITS[split_of]
+        rows, has_split = open_saved(path, named) if is_saved(path) else (_load_rows(source, named), True)
+        if split is not None and not has_split:
+            raise ValueError(
+                f"split {split!r}: {source} is one data set without splits; leave it out, or take a slice such as "
+                "train[:90%]"
+            )
+        return _open_data_set(f"{source} {named}", rows, fields=fields, needs_labels=split_of != "predict")
     if split is not None:
         raise ValueError(f"split {split!r}: {source} has no splits; leave it out")
     refuse_special_file(path, source)
@@ -80,7 +84,7 @@ def open_images(source: str, *, split: str | None, split_of: Split, fields: Fiel
 def fetch_images(source: str, *, split: str | None, split_of: Split) -> None:
     """Download a data set of the Hub unless it is in the cache; do nothing for other sources."""
     if _is_on_hub(source):
-        _load_rows(source, split, default=DEFAULT_SPLITS[split_of], is_saved=False)
+        _load_rows(source, split or DEFAULT_SPLITS[split_of])
 
 
 def _is_on_hub(source: str) -> bool:
@@ -202,7 +206,7 @@ def _read_manifest(path: Path, fields: Fields, *, needs_labels: bool) -> Images:
     """Return the images of a table; paths in it are relative to its folder."""
     rows = read_table(path, image=fields.image, label=fields.label)
     if rows is None:  # images are in it
-        found = _load_rows(str(path), None, default="train", is_saved=False)
+        found = _load_rows(str(path), "train")
         return _open_data_set(str(path), found, fields=fields, needs_labels=needs_labels)
     has_labels = needs_labels and any(fields.label in row.fields for row in rows)
     folder = path.parent
@@ -265,13 +269,10 @@ def _open_data_set(source: str, rows: Any, *, fields: Fields, needs_labels: bool
     )
 
 
-def _load_rows(source: str, given: str | None, *, default: str, is_saved: bool) -> Any:
-    """Return a split of a data set: from ``save_to_disk``, the Hub, or a file of Parquet."""
+def _load_rows(source: str, split: str) -> Any:
+    """Return a split of a data set: from the Hub, or a file of Parquet."""
     import datasets
 
-    split = given or default
-    if is_saved:
-        return _pick_saved(source, open_saved(Path(source).expanduser()), given, default)
     try:
         if source.endswith(".parquet"):
             return datasets.load_dataset("parquet", data_files=source, split=split)
@@ -281,23 +282,3 @@ def _load_rows(source: str, given: str | None, *, default: str, is_saved: bool) 
     except (OSError, datasets.exceptions.DatasetsError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{source}: no such file or folder, and not to be had as a data set: {reason}") from error
-
-
-def _pick_saved(source: str, found: Any, given: str | None, default: str) -> Any:
-    """Return a split of what was saved, or a slice of one such as ``train[:90%]``."""
-    import datasets
-
-    name, bracket, _ = (given or default).partition("[")
-    if isinstance(found, datasets.DatasetDict):
-        if name not in found:
-            raise ValueError(f"{source}: has no split {name!r}, but {', '.join(found)}")
-        found = found[name]
-    elif given is not None and not bracket and name != str(found.split):
-        raise ValueError(
-            f"split {given!r}: {source} is one data set without splits; leave it out, or take a slice such as "
-            "train[:90%]"
-        )
-    if not bracket:
-        return found
-    (place,) = datasets.ReadInstruction.from_spec(str(given)).to_absolute({name: len(found)})
-    return found.select(range(place.from_, place.to))

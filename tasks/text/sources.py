@@ -20,14 +20,13 @@ from lit_fsdp.cache import sample_file
 from lit_fsdp.checkpoint.remote import RemotePath, UnreachableError, is_remote, locate
 from lit_fsdp.files import refuse_special_file
 from lit_fsdp.redaction import redact
-from lit_fsdp.tasks.row_files import Row, drop_filled, list_files, open_saved, tell_retries_once
+from lit_fsdp.tasks.row_files import Row, drop_filled, is_saved, list_files, open_saved, tell_retries_once
 from lit_fsdp.tasks.text.files import READERS, read_file
 
 TxtDocuments = Literal["file", "line", "paragraph"]
 Source = str | list[str]
 
 _ROWS_AT_ONCE = 64  # that datasets hands over together
-SAVED_MARKERS = ("dataset_dict.json", "state.json")  # what datasets' save_to_disk leaves
 
 
 class Part(ABC):
@@ -236,8 +235,9 @@ def list_parts(source: Source, *, split: str, txt_documents: TxtDocuments, is_st
             return [ObjectPart(path=path, state=state, txt_documents=txt_documents) for path, state in found.items()]
         source = str(where)
     path = Path(source).expanduser()
-    if path.is_dir() and any((path / marker).exists() for marker in SAVED_MARKERS):
-        return [_open_saved(path, split)]
+    if is_saved(path):
+        rows, has_split = open_saved(path, split)
+        return [DatasetPart(name=f"{path} [{split}]" if has_split else str(path), dataset=rows, has_splits=has_split)]
     paths = _find_files(source, path)
     if paths is None:
         return list_shards(source, split) if is_streamed else [_open_hub(source, split)]
@@ -250,7 +250,7 @@ def check_source(source: Source) -> None:
         where = locate(one) if is_remote(one) else Path(one).expanduser()
         if isinstance(where, RemotePath):
             _find_objects(where)
-        elif one != "pydoc" and not (where.is_dir() and any((where / marker).exists() for marker in SAVED_MARKERS)):
+        elif one != "pydoc" and not is_saved(where):
             _find_files(str(where) if is_remote(one) else one, where)
 
 
@@ -310,17 +310,6 @@ def _find_files(source: str, path: Path) -> list[Path] | None:
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         raise ValueError(f"{source}: no such file or folder, seen from {Path.cwd()}{hint}")
     return None
-
-
-def _open_saved(path: Path, split: str) -> DatasetPart:
-    from datasets import DatasetDict
-
-    saved = open_saved(path)
-    if not isinstance(saved, DatasetDict):
-        return DatasetPart(name=str(path), dataset=saved, has_splits=False)
-    if split not in saved:
-        raise ValueError(f"{path}: has no split {split!r}; it has {', '.join(saved)}")
-    return DatasetPart(name=f"{path} [{split}]", dataset=saved[split])
 
 
 def list_shards(source: str, split: str) -> list[Part]:

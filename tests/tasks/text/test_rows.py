@@ -208,6 +208,12 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path: Path, tokenizer: 
     for without in (str(folder / "a.jsonl"), str(tmp_path / "saved"), "pydoc"):
         with pytest.raises(ValueError, match=r"train_split: got 'train': .* has no splits"):
             read_all(without, tokenizer, tmp_path / "c", train_split="train")
+    for name in ("saved", "splits"):
+        read = [
+            read_all(str(tmp_path / name), tokenizer, tmp_path / "c", train_split=split)
+            for split in ("train[:1]", "train[1:]", "train[:67%]")
+        ]
+        assert read == [texts[:1], texts[1:], texts[:2]], name
 
 
 @pytest.mark.parametrize(
