@@ -164,14 +164,7 @@ def test_each_part_in_configs_is_a_strategy_that_is_compared() -> None:
     known = list_strategies(4)
     assert {path.stem for path in PARTS} == known.keys() - {"fsdp2"}
     for path in PARTS:
-        setting = yaml.safe_load(path.read_text())["trainer"]["strategy"]
-        expected = known[path.stem]
-        assert setting["class_path"] == expected["class_path"]
-        if path.stem.startswith("deepspeed"):
-            own = json.loads((ROOT / setting["init_args"]["config"]).read_text())
-            assert own["zero_optimization"]["stage"] == expected["init_args"]["stage"]
-        else:
-            assert setting.get("init_args") == expected.get("init_args")
+        assert yaml.safe_load(path.read_text())["trainer"]["strategy"] == known[path.stem]
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda path: path.stem)
