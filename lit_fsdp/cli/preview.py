@@ -10,9 +10,8 @@ from rich.console import Console
 from rich.text import Text
 from typing_extensions import override
 
-from lit_fsdp.cli.train import TrainerCLI, hide_banners, hide_warnings
+from lit_fsdp.cli.train import TrainerCLI, run_trainer
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.parsing.config_files import check_config_files
 from lit_fsdp.planning.planned_step import PlannedTrainer
 from lit_fsdp.redaction import redact
 from lit_fsdp.tasks.text.preview import Piece, Preview, describe_row
@@ -27,11 +26,7 @@ def run_preview(args: Sequence[str]) -> int:
     Args:
         args: The command line, the command first.
     """
-    config_files = check_config_files(args)
-    hide_warnings()
-    hide_banners()
-    PreviewCLI(args=list(args), config_files=config_files)
-    return 0
+    return run_trainer(args, PreviewCLI)
 
 
 class PreviewTrainer(PlannedTrainer):
