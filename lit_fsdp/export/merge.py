@@ -6,7 +6,7 @@ adapter is merged as peft does it. The host holds the tensors of one conversion,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -158,8 +158,15 @@ def read_quantization(checkpoint: StoredCheckpoint) -> Quantization | None:
         return None if settings is None else Quantization(**settings)
 
 
-def open_base(checkpoint: StoredCheckpoint, base: str | None) -> Path:
+def open_base(
+    checkpoint: StoredCheckpoint, base: str | None, fetch: Callable[[str, str], None] = fetch_pretrained
+) -> Path:
     """Return the folder of the base model of adapters: the recorded one, or ``base``, a name on the Hub or a folder.
+
+    Args:
+        checkpoint: That of the adapters.
+        base: Instead of the recorded one.
+        fetch: Downloads it, called with its name and what the user calls it.
 
     Raises:
         ValueError: It is not there, or has other weights than those that the adapters were trained over.
@@ -167,7 +174,7 @@ def open_base(checkpoint: StoredCheckpoint, base: str | None) -> Path:
     with refuse_other_forms():
         trained, fingerprint = checkpoint.meta[BASE]["name"], checkpoint.meta[BASE]["fingerprint"]
     name = base or str(trained)
-    fetch_pretrained(name, "base")
+    fetch(name, "base")
     folder = get_pretrained_folder(name)
     if not is_base(fingerprint, folder):
         raise ValueError(

@@ -19,13 +19,14 @@ from lit_fsdp.checkpoint.manifest import Verify
 from lit_fsdp.checkpoint.reader import EXPORT, StoredCheckpoint, open_checkpoint, resolve_checkpoint
 from lit_fsdp.checkpoint.remote import Location, RemotePath
 from lit_fsdp.checkpoint.untrusted import refuse_other_forms
+from lit_fsdp.export.merge import open_base
 from lit_fsdp.quantization.layers import ABSMAX, NESTED
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.tasks.pretrained import check_adapters, read_tokenizer_files
 from lit_fsdp.tasks.tts.families.family import Family, FamilyConfig
 from lit_fsdp.tasks.tts.families.model_types import parse_family
 from lit_fsdp.tasks.tts.pretrained import fetch_speech_model
-from lit_fsdp.weights.base_weights import BASE, LORA, describe_base, get_pretrained_folder, is_base
+from lit_fsdp.weights.base_weights import BASE, LORA, describe_base, get_pretrained_folder
 from lit_fsdp.weights.load import materialize
 from lit_fsdp.weights.safetensors_io import TensorFiles
 
@@ -156,7 +157,7 @@ def read_checkpoint(
     weights = _drop_quantized(weights, stored)
     pretrained = base or started_from
     if lora is not None:
-        folder = _open_base(pretrained, stored) if BASE in stored.meta else None
+        folder = open_base(stored, pretrained, fetch_speech_model) if BASE in stored.meta else None
         weights = _merge(weights, lora, (family, config), folder)
     return SpeechCheckpoint(
         path=stored.path,
@@ -175,24 +176,6 @@ def build_model(checkpoint: SpeechCheckpoint) -> nn.Module:
     model = checkpoint.family.build_model(checkpoint.config)
     model.load_state_dict(checkpoint.weights)
     return model.float().eval()
-
-
-def _open_base(name: str, stored: StoredCheckpoint) -> Path:
-    """Return the folder of the model below adapters.
-
-    Raises:
-        ValueError: It is not there, or has other weights than those that they were trained over.
-    """
-    fetch_speech_model(name, "base")
-    folder = get_pretrained_folder(name)
-    with refuse_other_forms():
-        trained, fingerprint = stored.meta[BASE]["name"], stored.meta[BASE]["fingerprint"]
-    if not is_base(fingerprint, folder):
-        raise ValueError(
-            f"base: got {name!r}: its weights are not those of {trained!r} that the adapters were "
-            "trained over; set base to a copy of that model"
-        )
-    return folder
 
 
 def _drop_quantized(weights: dict[str, Tensor], stored: StoredCheckpoint) -> dict[str, Tensor]:
