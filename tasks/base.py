@@ -125,6 +125,8 @@ class Task(TakesMappings, LightningModule):
         if stage == "fit":
             self.check_strategy(self.trainer)
         keep_parameters_whole(self.trainer.strategy)
+        if stage == "fit":  # here too, as an evaluation may have built the model before
+            refuse_quantized_training(getattr(self, "quantization", None), getattr(self, "lora", None))
 
     def adapt_model(
         self, model: nn.Module, *, lora: LoRA | None, quantization: Quantization | None, keep: Sequence[str] = ()

@@ -28,7 +28,7 @@ from lit_fsdp.export.adapter import describe_adapters
 from lit_fsdp.export.folder import ADAPTER_CONFIG
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.quantization.quantize import Quantization
-from lit_fsdp.tasks.base import Task, refuse_quantized_training
+from lit_fsdp.tasks.base import Task
 from lit_fsdp.tasks.lr_schedule import LRSchedule
 from lit_fsdp.tasks.model_config import (
     SIZES,
@@ -114,13 +114,6 @@ class PretrainedTask(Task):
             fetch_pretrained(self.pretrained)
 
     @override
-    def setup(self, stage: str) -> None:
-        """Refuse to train quantized weights; also those of a model that an evaluation has built before."""
-        super().setup(stage)
-        if stage == "fit":
-            refuse_quantized_training(self.quantization, self.lora)
-
-    @override
     def prepare_plan(self, data: Any) -> list[str]:
         """Fetch the configuration of the model, and nothing else."""
         if self.pretrained is not None:
@@ -187,10 +180,10 @@ class PretrainedTask(Task):
         if stored is not None and given is not None:
             _compare_quantization(stored, given)
         self.quantization = stored or given
-        if self.quantization is not None and self.lora is None and self.trainer.state.fn == TrainerFn.FITTING:
+        if stored is not None and self.lora is None and self.trainer.state.fn == TrainerFn.FITTING:
             raise ValueError(
-                "quantization: quantized weights cannot be trained; set lora, such as {r: 16}, or "
-                + ("pretrained to the model that they were made of" if stored is not None else "leave it out")
+                "quantization: quantized weights cannot be trained; set lora, such as {r: 16}, or pretrained to the "
+                "model that they were made of"
             )
         if stored is not None and self.lora is not None and self.lora.init_lora_weights not in ("default", "gaussian"):
             raise ValueError(

@@ -24,7 +24,7 @@ from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.reporting.sections import Section
 from lit_fsdp.sharding.wrap import Unit, Wrap, plan_units
 from lit_fsdp.strategy.batch_split import BatchPart
-from lit_fsdp.tasks.base import Task, refuse_quantized_training
+from lit_fsdp.tasks.base import Task
 from lit_fsdp.tasks.lr_schedule import LRSchedule
 from lit_fsdp.tasks.masks import keep_branches
 from lit_fsdp.tasks.tts.batch_places import count_step
@@ -207,8 +207,6 @@ class TextToSpeech(Task):
 
     @override
     def setup(self, stage: str) -> None:
-        if stage == "fit":
-            refuse_quantized_training(self.quantization, self.lora)
         family, config = self._open()
         self.complete_sampling()
         super().setup(stage)
