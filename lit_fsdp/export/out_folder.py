@@ -8,23 +8,21 @@ a folder of its own beside its place. It replaces another export only, and of th
 from __future__ import annotations
 
 import ctypes
-import glob
 import json
 import os
 import shutil
-import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from filelock import Timeout
 
+from lit_fsdp.checkpoint.places import name_beside, name_replaced, remove_beside
 from lit_fsdp.checkpoint.remote import Location, RemotePath, locate_local
 from lit_fsdp.errors import join_names
 from lit_fsdp.files import hold_lock, refuse_unwritable
 
 MANIFEST = "export_manifest.json"  # in an exported folder: the names of all files in it
-_INCOMPLETE, _REPLACED = ".incomplete", ".replaced"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
 
 
@@ -72,8 +70,7 @@ def write_beside(out: Path, *sources: Location, overwrite: bool) -> Iterator[Pat
     with lock_out(out, out.with_name(f".{out.name}.lock")), refuse_unwritable("out", out):
         _clear_leftovers(out)
         check_out(out, *sources, overwrite=overwrite)
-        # Not of tempfile, whose folders nobody else may read.
-        beside = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}{_INCOMPLETE}")
+        beside = name_beside(out)  # not of tempfile, whose folders nobody else may read
         try:
             beside.mkdir()
             yield beside
@@ -149,7 +146,7 @@ def _replace(out: Path, beside: Path) -> None:
     if exchange(beside, out):
         shutil.rmtree(beside, ignore_errors=True)
         return
-    old = beside.with_suffix(_REPLACED)
+    old = name_replaced(out)
     try:
         out.rename(old)
         beside.rename(out)
@@ -162,11 +159,7 @@ def _replace(out: Path, beside: Path) -> None:
 
 def _clear_leftovers(out: Path) -> None:
     """Remove what killed exports have left beside ``out``; put back what one of them was about to replace."""
-    name = f".{glob.escape(out.name)}.{'[0-9a-f]' * 8}"
-    for path in out.parent.glob(name + _REPLACED):
-        if out.exists():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.rename(out)
-    for path in out.parent.glob(name + _INCOMPLETE):
-        shutil.rmtree(path, ignore_errors=True)
+    if not out.exists() and name_replaced(out).exists():
+        name_replaced(out).rename(out)
+    for path in (name_beside(out), name_replaced(out)):
+        remove_beside(path)
