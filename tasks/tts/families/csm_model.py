@@ -49,19 +49,7 @@ class Csm(CsmForConditionalGeneration):
         predicted = self._predict_others(before, targets)
         losses = F.cross_entropy(logits.float(), targets[:, 0], reduction="none")
         others = F.cross_entropy(predicted.flatten(0, 1).float(), targets[:, 1:].flatten(), reduction="none")
-        weights, is_end = batch["label_weights"], batch["is_end"]
-        return SpeechOutput(
-            talker_loss=(losses * weights).sum(),
-            predictor_loss=(others.view(len(targets), -1).mean(1) * weights).sum(),
-            num_tokens=weights.sum(),
-            num_frames=weights.sum(),
-            logits=logits,
-            predictor_logits=predicted,
-            labels=targets[:, 0],
-            is_end=is_end,
-            predictor_labels=targets[:, 1:],
-            is_frame=~is_end,
-        )
+        return SpeechOutput.add_up(batch, losses, others.view(len(targets), -1), logits, predicted)
 
     def embed(self, batch: Batch) -> Tensor:
         """Return texts and frames as inputs of the backbone [batch, length, size]."""

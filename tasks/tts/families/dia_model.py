@@ -51,19 +51,7 @@ class Dia(DiaForConditionalGeneration):
         logits = self.logits_dense(states).flatten(0, 1).unflatten(1, (self.num_channels, self.vocab_size))
         logits = logits[places, torch.arange(self.num_channels, device=places.device)]
         losses = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none").view(targets.shape)
-        weights, is_end = batch["label_weights"], batch["is_end"]
-        return SpeechOutput(
-            talker_loss=(losses[:, 0] * weights).sum(),
-            predictor_loss=(losses[:, 1:].mean(1) * weights).sum(),
-            num_tokens=weights.sum(),
-            num_frames=weights.sum(),
-            logits=logits[:, 0],
-            predictor_logits=logits[:, 1:],
-            labels=targets[:, 0],
-            is_end=is_end,
-            predictor_labels=targets[:, 1:],
-            is_frame=~is_end,
-        )
+        return SpeechOutput.add_up(batch, losses[:, 0], losses[:, 1:], logits[:, 0], logits[:, 1:])
 
 
 @torch.no_grad()

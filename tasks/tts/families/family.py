@@ -387,3 +387,22 @@ class SpeechOutput:
     is_end: Tensor
     predictor_labels: Tensor
     is_frame: Tensor | None = None
+
+    @classmethod
+    def add_up(
+        cls, batch: Mapping[str, Tensor], losses: Tensor, others: Tensor, logits: Tensor, predictor_logits: Tensor
+    ) -> Self:
+        """Return what a batch gives whose codebooks all have an end, from what codebook 0 and the others have."""
+        weights, is_end, targets = batch["label_weights"], batch["is_end"], batch["targets"]
+        return cls(
+            talker_loss=(losses * weights).sum(),
+            predictor_loss=(others.mean(1) * weights).sum(),
+            num_tokens=weights.sum(),
+            num_frames=weights.sum(),
+            logits=logits,
+            predictor_logits=predictor_logits,
+            labels=targets[:, 0],
+            is_end=is_end,
+            predictor_labels=targets[:, 1:],
+            is_frame=~is_end,
+        )
