@@ -135,10 +135,10 @@ def read_lines(path: Location, named: str = "") -> Iterator[tuple[int, str | Non
                 yield number, None, f"not UTF-8 (byte 0x{byte:02x} at column {error.start + 1}); convert the file"
 
 
-def read_jsonl(path: Location, num_skipped: int = 0) -> Iterator[Row]:
+def read_jsonl(path: Location, num_skipped: int = 0, named: str = "") -> Iterator[Row]:
     """Yield the objects of JSON lines after the first ones; lines without anything in them are none."""
-    for number, text, problem in read_lines(path):
-        where = f"{path} line {number}"
+    for number, text, problem in read_lines(path, named):
+        where = f"{named or path} line {number}"
         if num_skipped and (text is None or text.strip()):
             num_skipped -= 1
         elif text is None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from lit_fsdp.tasks.row_files import describe, describe_json_error, parse_json, read_lines
+from lit_fsdp.tasks.row_files import Row, check_rows, read_jsonl, read_lines
 
 _ROWS = ".jsonl"
 _OTHERS = (".csv", ".tsv", ".json", ".parquet", ".arrow", ".xlsx")  # no line of which is a text to speak
@@ -36,26 +35,21 @@ def read_prompts(path: Path, setting: str = "predict") -> list[PromptRow]:
     suffix = path.suffix.lower()
     if suffix in _OTHERS:
         raise ValueError(f"{setting}: {path}: expected lines of text in a .txt file, or rows in a {_ROWS} file")
-    rows = []
-    for i, line, problem in read_lines(path, f"{setting}: {path}"):
+    named = f"{setting}: {path}"
+    if suffix == _ROWS:
+        return [_parse(row) for row in check_rows(read_jsonl(path, named=named))]
+    texts = []
+    for i, line, problem in read_lines(path, named):
         if line is None:
-            raise ValueError(f"{setting}: {path} line {i}: {problem}")
-        if line.strip():
-            where = f"{setting}: {path} line {i}"
-            rows.append(_parse(line, where) if suffix == _ROWS else PromptRow(text=line.strip()))
-    return rows
+            raise ValueError(f"{named} line {i}: {problem}")
+        texts.append(line.strip())
+    return [PromptRow(text=text) for text in texts if text]
 
 
-def _parse(line: str, where: str) -> PromptRow:
-    try:
-        fields = parse_json(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: {describe_json_error(error)}") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"{where}: got {describe(fields)}: expected a JSON object")  # noqa: TRY004
-    found = {name: fields.get(name) for name in ("text", "speaker", "language", "instruct")}
+def _parse(row: Row) -> PromptRow:
+    found = {name: row.fields.get(name) for name in ("text", "speaker", "language", "instruct")}
     if not found["text"]:
-        raise ValueError(f"{where}: text: missing")
+        raise ValueError(f"{row.where}: text: missing")
     if wrong := [name for name, value in found.items() if value is not None and not isinstance(value, str)]:
-        raise ValueError(f"{where}: {wrong[0]}: got {found[wrong[0]]!r}: expected text")
-    return PromptRow(**{**found, "text": fields["text"]})
+        raise ValueError(f"{row.where}: {wrong[0]}: got {found[wrong[0]]!r}: expected text")
+    return PromptRow(**{**found, "text": row.fields["text"]})

@@ -106,7 +106,7 @@ def test_without_speakers_in_training_there_are_none_when_it_speaks(prepared: Pa
         ('{"speaker": "kim"}', "line 1: text: missing"),
         ('{"text": "a", "speaker": ["kim"]}', r"line 1: speaker: got \['kim'\]: expected text"),
         ('{"te', "line 1: not valid JSON: Unterminated"),
-        ("[1]", r"line 1: got a list .*: expected a JSON object"),
+        ("[1]", r"line 1: must be an object like .*, it is a list"),
         (b"\xff", "line 1: not UTF-8"),
     ],
 )
