@@ -277,6 +277,7 @@ class ResumableLoader(DataLoader[Any]):
         if "samples_seen" not in state_dict:
             raise ValueError(f"data: the checkpoint was saved with a stream of another kind: restore it, or {NEW_RUN}")
         place = self._sampler
+        state_dict = {"length_groups": 0, **state_dict}  # older checkpoints are of orders without
         # What only one side knows is not compared.
         saved_order = {name: state_dict.get(name, own) for name, own in self._order.items()}
         seen, is_over = state_dict["samples_seen"], is_epoch_over({**state_dict, **saved_order})
@@ -293,7 +294,7 @@ class ResumableLoader(DataLoader[Any]):
         place.epoch = state_dict["epoch"]
         place.samples_seen = place.dataset_size if is_over else seen
         layout = {"global_batch_size": place.global_batch_size, "batches_per_step": place.batches_per_step}
-        if layout != {name: state_dict[name] for name in layout} and self.on_restore is not None:
+        if layout != {name: state_dict.get(name, 1) for name in layout} and self.on_restore is not None:
             self.on_restore(place)
 
     @property
@@ -497,7 +498,7 @@ def restore_epoch(trainer: Trainer) -> None:
 
 def is_epoch_over(state: Mapping[str, Any]) -> bool:
     """Whether the loader that saved this state would have given no further batch in its epoch."""
-    step_size = state["global_batch_size"] * state["batches_per_step"]
+    step_size = state["global_batch_size"] * state.get("batches_per_step", 1)
     return bool(state["num_samples"] - state["samples_seen"] < step_size)
 
 

@@ -67,10 +67,9 @@ def test_a_place_among_length_groups_is_gone_on_with_at_another_batch_size_and_r
     assert seen + sum(second, []) == samplers(1, 4)[0].draw_order(0).tolist()
     with pytest.raises(ValueError, match=r"samples into an epoch .*\(length_groups 64, now 0\)"):
         load(8, None).load_state_dict(state)
-    without = load(8, None)
-    next(iter(without))
+    del state["length_groups"]  # as of a checkpoint of an earlier version, which knew no groups
     with pytest.raises(ValueError, match=r"\(length_groups 0, now 64\)"):
-        load(8).load_state_dict(without.state_dict())
+        load(8).load_state_dict(state)
 
 
 @pytest.mark.parametrize("batch_size", [4, 16, 64])
