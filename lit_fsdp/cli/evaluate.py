@@ -153,7 +153,7 @@ class EvaluateCLI(GenerateCLI):
             file.parent.mkdir(parents=True, exist_ok=True)
             write_whole(file, json.dumps({**about, **found}, indent=1) + "\n")
         is_added = run is not None and add_section(run, section)
-        print(f"written: {file}{', and the report beside it' if is_added else ''}")
+        print(f"written: {file}{f', and into the report in {run}' if is_added else ''}")
 
 
 def make_section(found: Mapping[str, Any], about: Mapping[str, Any]) -> Section:

@@ -42,7 +42,7 @@ from lit_fsdp.errors import ConfigError, is_debugging, join_names, nearest, sugg
 from lit_fsdp.files import describe_special_file, refuse_no_folder, write_whole
 from lit_fsdp.parsing.config_files import check_config_files, list_left_out, refuse_dropped_keys, refuse_left_out
 from lit_fsdp.parsing.mappings import find_settings
-from lit_fsdp.parsing.parser import OneLineParser, order_help, read_path, refuse_null
+from lit_fsdp.parsing.parser import OneLineParser, order_help, prefer_whole_numbers, read_path, refuse_null
 from lit_fsdp.planning.auto_strategy import NAME
 from lit_fsdp.redaction import redact, redact_yaml
 from lit_fsdp.reporting.lost_logs import check_log_folders, guard_loggers, outlive_lost_log
@@ -238,6 +238,7 @@ class TrainerCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the keys that are ours."""
+        prefer_whole_numbers(parser)
         parser.add_argument(
             "--run_name",
             type=str | None,

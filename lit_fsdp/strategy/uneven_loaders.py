@@ -104,9 +104,13 @@ class EvenBatches(ParallelStrategy):
         for by_rank in zip(*counts, strict=False):
             if min(by_rank) != max(by_rank):
                 most = max(by_rank) if max(by_rank) < math.inf else "some"
+                # Lightning's sampler gives each rank as many rows by repeating some, but not where it predicts.
+                hint = "leave trainer.use_distributed_sampler on, or cut or pad the longer ones"
+                if name == "predict_dataloader":
+                    hint = "pad the data to a number of rows that the ranks share evenly, and drop what was added"
                 raise ValueError(
                     f"{name}: got {min(by_rank)} batches on one rank and {most} on another: sharded models "
-                    "need as many on each; leave trainer.use_distributed_sampler on, or cut or pad the longer ones"
+                    f"need as many on each; {hint}"
                 )
 
     @property

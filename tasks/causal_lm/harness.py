@@ -85,6 +85,7 @@ class HarnessLM(OpenedLM):
     @override
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """Measure, once: the batch says nothing."""
+        from datasets.exceptions import DatasetsError
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
 
@@ -103,15 +104,22 @@ class HarnessLM(OpenedLM):
         is_seen = self.trainer.is_global_zero and sys.stderr.isatty()
         with nullcontext() if is_seen else redirect_stderr(io.StringIO()):
             model = ShardedLM(pretrained=self.model, tokenizer=tokenizer, batch_size=self.batch_size)
-            self.results = simple_evaluate(
-                model,
-                tasks=self.tasks,
-                num_fewshot=self.num_fewshot,
-                limit=self.limit,
-                apply_chat_template=self.apply_chat_template,
-                task_manager=manager,
-                log_samples=False,
-            )
+            try:
+                self.results = simple_evaluate(
+                    model,
+                    tasks=self.tasks,
+                    num_fewshot=self.num_fewshot,
+                    limit=self.limit,
+                    apply_chat_template=self.apply_chat_template,
+                    task_manager=manager,
+                    log_samples=False,
+                )
+            except (ConnectionError, FileNotFoundError, DatasetsError) as error:  # FileNotFoundError: no cache either
+                first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+                raise ValueError(
+                    f"tasks: got {', '.join(self.tasks)}: their data cannot be had: {first}; fetch it where the Hub "
+                    "can be reached, or give tasks of your own by include_path"
+                ) from error
         return {}
 
 

@@ -59,9 +59,15 @@ def _read_one(value: object) -> Value:
             value = int(value)
         elif _FRACTION.fullmatch(value):
             value = float(value)
+        elif value == "":
+            raise RowError("the label is empty: expected a name or a number")
+        elif value[0] == "[" and value[-1] == "]":  # in a table, which has no lists
+            raise RowError(
+                f"the label is the text {value!r}: several classes need a list, as JSON lines or Parquet have"
+            )
     if isinstance(value, float) and not math.isfinite(value):
         raise RowError(f"the label is {value}: expected a finite number, or the name of a class")
-    if isinstance(value, str | int | float) and value != "":
+    if isinstance(value, str | int | float):
         return value
     raise RowError(f"the label must be a name, a number, or a list of them, it is {describe(value)}")
 

@@ -68,7 +68,7 @@ def check_streaming(
     if group_by_length:
         raise ValueError("group_by_length: got true with streaming, which knows no lengths; leave one out")
     if isinstance(train, list) and any(not isinstance(one, str) for one in train):
-        raise ValueError("train: got a source with settings of its own, with streaming: expected paths; leave one out")
+        raise ValueError("train: got a source with settings of its own: with streaming, only paths are read")
 
 
 class HeldDocuments:

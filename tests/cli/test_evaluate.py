@@ -69,7 +69,7 @@ def test_two_ranks_find_what_the_harness_finds_and_the_report_of_the_run_says_it
     args = ("--tasks=words,go_on,rolling", "--include_path=tasks", "--trainer.accelerator=cpu")
     ended = fork_ranks("evaluate", "--model=runs/run", *args)
     assert [rank.code for rank in ended] == [0, 0], ended[0].err
-    assert "evaluation.json, and the report beside it" in ended[0].out
+    assert "evaluation.json, and into the report in " in ended[0].out
     assert "it/s" not in ended[0].err + ended[1].err  # no bars in a pipe
     assert ended[1].out == ""
     run = folder / "runs" / "run" / "version_0"
@@ -134,3 +134,18 @@ def test_what_cannot_be_measured_is_refused_before_ranks_start(
     monkeypatch.chdir(folder)
     assert main(["evaluate", "--model=runs/run", "--include_path=tasks", *options.split()]) == 2
     assert capsys.readouterr().err.startswith(f"error: {expected}")
+
+
+def test_tasks_whose_data_is_out_of_reach_are_refused_in_one_line(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = {**COMMON, **TASKS["words"], "task": "far", "dataset_path": "someone/far", "dataset_kwargs": {}}
+    (tmp_path / "far.yaml").write_text(yaml.safe_dump(task))
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    args = ("--tasks=far", f"--include_path={tmp_path}", "--trainer.accelerator=cpu")
+    ended = fork_ranks("evaluate", "--model=runs/run", *args, ranks=1)[0]
+    assert ended.code != 0
+    errors = [line for line in ended.err.splitlines() if line.startswith("error: ")]
+    assert "tasks: got far: their data cannot be had: " in errors[0]
+    assert "Traceback" not in ended.err

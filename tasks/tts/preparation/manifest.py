@@ -68,8 +68,10 @@ def _parse(line: str | None, number: int, problem: str, folder: Path) -> Manifes
         fields = parse_json(line)
     except json.JSONDecodeError as error:
         return ManifestRow(line=number, problem=describe_json_error(error))
-    if not isinstance(fields, dict) or not isinstance(fields.get("audio"), str) or not fields["audio"]:
-        return ManifestRow(line=number, problem="audio: missing: expected the path of a file")
+    audio = fields.get("audio") if isinstance(fields, dict) else None
+    if not isinstance(audio, str) or not audio:
+        what = "missing" if audio is None or audio == "" else f"got {audio!r}"
+        return ManifestRow(line=number, problem=f"audio: {what}: expected the path of a file")
     names = ("text", "ref_audio", "ref_text", "instruct", "speaker", "language")
     given = {name: fields[name] for name in names if fields.get(name) is not None}
     if wrong := [name for name, value in given.items() if not isinstance(value, str)]:

@@ -113,6 +113,8 @@ def test_rows_that_fill_up_a_batch_have_no_label() -> None:
         (["a", None], {}, r'train: .*rows.jsonl line 2: "label" is missing \(the row has: text, label\); set label'),
         (["a", {"x": 1}], {}, "the label must be a name, a number, or a list of them, it is"),
         (["a", ["b"]], {}, "1 of 2 labels are lists"),
+        (["a", ""], {}, "line 2: the label is empty: expected a name or a number"),
+        (["a", '["b"]'], {}, r"""the label is the text '\["b"\]': several classes need a list, as JSON lines or"""),
         (["a", 1], {}, "labels are names and numbers, such as 'a' and 1"),
         (["a", "b"], {"problem_type": "regression"}, "a label is 'a', which is no number; set single_label"),
         (

@@ -132,19 +132,20 @@ def test_bad_files_are_rejected_with_the_reason_and_stop_nothing(clips: Path, tm
         {"audio": "good.wav"},
         {"audio": "good.wav", "text": 7},
         {"text": "hello"},
+        {"audio": 5, "text": "hello"},
         {"audio": "good.wav", "text": "hello", "ref_audio": "short.wav"},
     ]
     manifest = tmp_path / "in.jsonl"
     manifest.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + "{broken\n")
     done = prepare(manifest, tmp_path / "out")
-    assert (done.num_rows, done.num_rejected) == (1, 12)
+    assert (done.num_rows, done.num_rejected) == (1, 13)
     found = [json.loads(line) for line in (tmp_path / "out/rejects.jsonl").read_text().splitlines()]
     reasons = [
         *("no such file", "too short: 0.10 s, at least 0.4 s", "too long: 42.", "silence: peak -81 dB", "clipped: "),
         *("cannot be read", "text: empty", "text: missing, and no transcriber", "text: expected text"),
-        *("audio: missing", "ref_audio: too short", "not valid JSON"),
+        *("audio: missing", "audio: got 5: expected the path", "ref_audio: too short", "not valid JSON"),
     ]
-    assert [row["line"] for row in found] == list(range(2, 14))
+    assert [row["line"] for row in found] == list(range(2, 15))
     for row, reason in zip(found, reasons, strict=True):
         assert row["reason"].startswith(reason), row
 
