@@ -200,7 +200,7 @@ def test_what_a_stream_cannot_keep_is_refused_before_it_is_read(folder: Path) ->
         ({"validation_fraction": 0.1}, "validation_fraction: a stream has no share to hold out: set validation"),
         ({"tokenizer": TrainTokenizer(vocab_size=300)}, "tokenizer: a stream is not read to train one"),
         ({"share": "auto"}, r"share: got 'auto' with streaming: give a number for each rank"),
-        ({"train": [{"path": "a.jsonl", "weight": 0.7}]}, "with streaming: expected paths"),
+        ({"train": [{"path": "a.jsonl", "weight": 0.7}]}, "with streaming, only paths are read"),
         ({"packing": False, "group_by_length": True}, "group_by_length: got true with streaming"),
         ({"shuffle_buffer_size": 0}, "shuffle_buffer_size: got 0: expected 1 or more"),
     ):
