@@ -332,9 +332,8 @@ def choose(rows: list[dict[str, Any]], k: int) -> dict[str, Any]:
         )
         for row in rows
     ]
-    return next(
-        row for row, layout in zip(rows, layouts, strict=True) if layout is choose_layout(layouts, rounds=k > 0)
-    )
+    chosen = choose_layout(layouts, rounds=k > 0)
+    return next(row for row, layout in zip(rows, layouts, strict=True) if layout is chosen)
 
 
 def judge(case: dict[str, Any], k: int) -> tuple[dict[str, Any], dict[str, Any], float]:

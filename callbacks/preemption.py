@@ -71,6 +71,7 @@ class Preemption(StepCallback):
         self.is_preempted = False
         self._requeue_signal: signal.Signals | None = None
         self._order = _NOTHING  # what this rank was told
+        self._was_interrupted = False
         self._listener = SignalListener(self._note)
         self._undo: Callable[[], None] | None = None
         self._agent: Agent | None = None
@@ -139,8 +140,9 @@ class Preemption(StepCallback):
         self._stop_listening()
 
     def _note(self, number: signal.Signals) -> None:
-        if number == signal.SIGINT and self._order != _NOTHING:
-            raise KeyboardInterrupt  # by whom does not want to wait
+        if number == signal.SIGINT and self._was_interrupted:
+            raise KeyboardInterrupt  # whoever sends it twice does not want to wait
+        self._was_interrupted |= number == signal.SIGINT
         self._order = max(self._order, _REQUEUE if number == self._requeue_signal else _STOP)
 
     def _save_if_told(self, trainer: Trainer) -> None:
@@ -185,7 +187,7 @@ class Preemption(StepCallback):
     def _stop_listening(self) -> None:
         # After a signal the process is about to end, well or not; the next signal must not end it half-way.
         self._listener.stop(ignore=self._order != _NOTHING)
-        self._order = _NOTHING
+        self._order, self._was_interrupted = _NOTHING, False
         if self._undo is not None:
             self._undo()
             self._undo = None

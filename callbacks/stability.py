@@ -81,6 +81,7 @@ class _StepState:
     values: Tensor | None = None  # [2] loss, gradient norm; on the way to host memory
     mark: Mark = 0.0
     is_scaled: bool = False
+    knows_targets: bool = False
 
 
 class StabilityMonitor(StepCallback):
@@ -143,12 +144,13 @@ class StabilityMonitor(StepCallback):
         self._notes: list[str] = []
         self._pending: _StepState | None = None
         self._error: str | None = None
-        self._num_bad = 0  # in a row
+        self._num_bad = 0  # in a row; one without targets breaks no row, and is none of it
+        self._was_empty = self._was_dropped = False  # the last step
 
     @property
     def has_dropped_last_step(self) -> bool:
         """Whether weights have not seen the last step, as it was bad."""
-        return self.policy != "warn" and self._num_bad > 0
+        return self._was_dropped
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -161,6 +163,7 @@ class StabilityMonitor(StepCallback):
         super().on_train_start(trainer, pl_module)
         self._state, self._pending = _StepState(), None
         self._num_bad = 0
+        self._was_empty = self._was_dropped = False
         self._notes = []
         self._loader: Any = None
         self._clock = Clock(trainer.strategy.root_device)
@@ -200,6 +203,7 @@ class StabilityMonitor(StepCallback):
         """Put loss and norm of the step, the same on all ranks, on their way to host memory."""
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         state.is_scaled = scaler is not None
+        state.knows_targets = isinstance(module, KnowsStep)  # of others, a loss may be 0 for other reasons
         loss = module.step_loss if isinstance(module, KnowsStep) else None
         is_reduced = loss is not None and isinstance(trainer.strategy, FSDP2Strategy)
         norm = module.get_grad_norm() if isinstance(module, KnowsStep) else compute_grad_norm(module.parameters())
@@ -233,26 +237,31 @@ class StabilityMonitor(StepCallback):
         loss, norm = state.values.tolist()
         limits = {"loss_spike": self._loss.compute_limit(), "grad_norm_spike": self._norm.compute_limit()}
         kind = classify(loss, norm, limits, is_scaled=state.is_scaled)
+        if kind == NO_TARGETS and not state.knows_targets:
+            kind = None
+        was_empty, self._was_empty = self._was_empty, kind == NO_TARGETS
+        self._was_dropped = kind is not None and self.policy != "warn"
         if kind != NO_TARGETS:  # it says nothing about others
             self._loss.add(loss)
             self._norm.add(norm)
         if kind is None:
             self._num_bad = 0
             return False
-        self._num_bad += 1
+        self._num_bad += not self._was_empty
+        is_first = not was_empty if self._was_empty else self._num_bad == 1
         self._counts[kind] += 1
         if self.policy != "warn":
             self._counts["skipped_steps"] += 1
         # A model that is broken stays so: its first step tells why.
-        ends = self.policy == "stop" and kind != NO_TARGETS  # which breaks nothing
-        if self.policy != "warn" or self._num_bad == 1:
+        ends = self.policy == "stop" and not self._was_empty  # which breaks nothing
+        if self.policy != "warn" or is_first:
             action = "skip" if self.policy == "stop" and not ends else self.policy
             values = {"loss": loss, "grad_norm": norm, "limit": limits.get(kind), "action": action}
             found = self._diagnose(state, kind, has_gradients=has_gradients)
             event = {"step": state.step, "kind": kind, **values, **found}
             self._events = [*self._events, event][:_MAX_EVENTS]
             rank_zero_warn(describe(event))
-        if ends or (self.policy == "skip" and self._num_bad >= self.max_skips):
+        if ends or (self.policy == "skip" and not self._was_empty and self._num_bad >= self.max_skips):
             why = "" if ends else f", the last of {self._num_bad} bad steps in a row (max_skips)"
             self._error = f"step {state.step}: {KINDS[kind]}{why}"
         return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -42,13 +42,8 @@ def keep_branches(batch: Mapping[str, Any]) -> Iterator[None]:
         return bool(original(padding_mask if is_padded else None, *args, **kwargs))
 
     # Private, seen in transformers 5.23, the last of encoders: whether nothing is padded, so that there is no mask.
-    replaced = [
-        ReplacedMethod(masking_utils, "find_packed_sequence_indices", find),
-        ReplacedMethod(masking_utils, "_ignore_causal_mask_sdpa", ignore),
-        ReplacedMethod(masking_utils, "_ignore_bidirectional_mask_sdpa", ignore),
-    ]
-    try:
+    with ExitStack() as stack:
+        for name in ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"):
+            stack.callback(ReplacedMethod(masking_utils, name, ignore).remove)
+        stack.callback(ReplacedMethod(masking_utils, "find_packed_sequence_indices", find).remove)
         yield
-    finally:
-        for method in replaced:
-            method.remove()

@@ -41,7 +41,6 @@ from lit_fsdp.weights.base_weights import (
     BASE,
     CONFIG,
     LORA,
-    TOKENIZER,
     begin_fingerprint,
     check_config_file,
     describe_base,
@@ -305,23 +304,18 @@ def load_stored_tokenizer(name: str) -> Any:
         ValueError: There is none.
     """
     from transformers import AutoTokenizer
-    from transformers.utils import logging
 
-    # First, as Transformers tries a Hub that it cannot reach for minutes; seen in 5.23.
-    fetch_pretrained(name, "tokenizer", TOKENIZER)
-    folder = get_pretrained_folder(name, TOKENIZER)
-    check_config_file(folder)
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # warns of config.json, whose type of model it may not know and need not
+    # First, as Transformers tries a Hub that it cannot reach for a minute; seen in 5.23.
+    fetch_pretrained(name, "tokenizer", CONFIG)
+    check_config_file(Path(name).expanduser())
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        # By its name, which Transformers knows some tokenizers by.
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except StrictDataclassError as error:
         raise ValueError(f"tokenizer: got {name!r}: config.json: {error.__cause__ or error}") from error
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"tokenizer: got {name!r}: there is no tokenizer that can be loaded: {reason}") from error
-    finally:
-        logging.set_verbosity(verbosity)
 
 
 def read_tokenizer_files(tokenizer: Any) -> dict[str, str | bytes]:

@@ -243,7 +243,9 @@ def read_parquet(path: Location, columns: Sequence[str] | None = None) -> Iterat
 
 def is_saved(folder: Path) -> bool:
     """Return whether ``datasets`` has saved to a folder."""
-    return folder.is_dir() and any((folder / name).exists() for name in ("dataset_dict.json", "state.json"))
+    return folder.is_dir() and any(
+        (folder / name).exists() for name in ("dataset_dict.json", "dataset_info.json", "state.json")
+    )
 
 
 def open_saved(folder: Path, split: str) -> tuple[Any, bool]:
@@ -270,8 +272,11 @@ def open_saved(folder: Path, split: str) -> tuple[Any, bool]:
             raise ValueError(f"{folder}: has no split {name!r}; it has {', '.join(saved)}")
         saved = saved[name]
     if bracket:
-        (place,) = ReadInstruction.from_spec(split).to_absolute({name: len(saved)})
-        saved = saved.select(range(place.from_, place.to))
+        try:
+            places = ReadInstruction.from_spec(split).to_absolute({name: len(saved)})
+        except ValueError as error:
+            raise ValueError(f"{folder}: split {split!r}: {error}") from error
+        saved = saved.select([row for place in places for row in range(place.from_, place.to)])
     return saved, has_splits or bool(bracket) or name == str(saved.split)
 
 

@@ -50,7 +50,7 @@ from lit_fsdp.sharding.settings import PRESETS
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy  # registers `strategy: fsdp2`
 from lit_fsdp.strategy.launcher import describe_failed, end_for_lost, stop_children
 from lit_fsdp.strategy.lightning_internals import list_waiting_monitors
-from lit_fsdp.strategy.processes import choose_processes, count_devices, describe_crowd, is_torchrun
+from lit_fsdp.strategy.processes import choose_processes, count_devices, describe_shared_cores, is_torchrun
 from lit_fsdp.strategy.roll_call import share_refusal
 from lit_fsdp.strategy.slurm import describe_idle, find_own_tasks, mend_variables
 from lit_fsdp.strategy.trainer_settings import (
@@ -311,8 +311,8 @@ class TrainerCLI(LightningCLI):
         except ValueError as error:
             raise ConfigError(str(error)) from None
         num_local = count_devices(self.devices)
-        if has_ranks and not has_accelerator and (crowd := describe_crowd(num_local or 1, os.cpu_count() or 1)):
-            rank_zero_warn(crowd)
+        if has_ranks and not has_accelerator and (shared := describe_shared_cores(num_local or 1)):
+            rank_zero_warn(shared)
         if tasks is not None:
             mend_variables(os.environ, tasks)
             is_left_open = trainer["accelerator"] != "cpu" and count_devices(trainer["devices"]) is None

@@ -136,14 +136,15 @@ def order_help(parser: jsonargparse.ArgumentParser, titles: Mapping[str, str]) -
 
 
 def prefer_whole_numbers(parser: jsonargparse.ArgumentParser) -> None:
-    """Let a whole number stay one in each setting that takes both: as a share, 1 batch would be all of them.
+    """Let a whole number stay one in the Trainer's settings that take both: as a share, 1 batch would be all of them.
 
     ``Optional[Union[int, float]]`` has the types the other way round where a module imported before it has made
     ``Union[float, int]``, as the typing of Python keeps what it has made; jsonargparse takes the first type that fits.
     """
     actions: list[Any] = parser._actions
     for action in actions:
-        types = get_args(getattr(action, "_typehint", None))
+        typehint = getattr(action, "_typehint", None)
+        types = get_args(typehint) if get_origin(typehint) in (Union, UnionType) else ()
         if int in types and float in types[: types.index(int)]:
             action._typehint = Union[(int, *(kind for kind in types if kind is not int))]
 

@@ -111,7 +111,7 @@ def choose_layout(layouts: Sequence[Layout], *, rounds: bool) -> Layout | None:
     """Return the layout that trains most tokens a second of those that fit; ``None`` if none does.
 
     Of those that the error of the estimates does not tell from it, the first: one that keeps all bits, if there is one.
-    Of its mesh, the one that sends least: no error turns that round, and there is memory for it.
+    Of its mesh, the fastest as planned: it mostly sends least, and there is memory for it.
 
     Args:
         layouts: From :func:`compare_layouts`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,8 +52,9 @@ def choose_processes(
     return devices, num_nodes
 
 
-def describe_crowd(num_processes: int, num_cores: int) -> str | None:
+def describe_shared_cores(num_processes: int) -> str | None:
     """Say that processes without GPUs have to share cores; ``None`` where each has its own."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if num_processes <= num_cores:
         return None
     cores = "1 core" if num_cores == 1 else f"{num_cores} cores"

@@ -43,11 +43,12 @@ class SignalListener:
         return True
 
     def stop(self, *, ignore: bool = False) -> None:
-        """Give the signals back to their earlier handlers, or ignore them until the process ends."""
+        """Give the signals back to their earlier handlers, or ignore them until the process ends, but for Ctrl-C."""
         before, self._before = self._before, {}
         for number, handler in before.items():
             # None: it was not set from Python, so it cannot be set back.
-            signal.signal(number, signal.SIG_IGN if ignore else handler or signal.SIG_DFL)
+            is_ignored = ignore and number != signal.SIGINT
+            signal.signal(number, signal.SIG_IGN if is_ignored else handler or signal.SIG_DFL)
         _LISTENED.difference_update(before)
 
     def _handle(self, number: int, _: FrameType | None) -> None:

@@ -24,7 +24,6 @@ LORA = "lora"  # there too: the settings of the adapters
 IMAGE_SIZE = "image_size"  # there too: height and width to which position embeddings were interpolated
 WEIGHTS = ("model*.safetensors", "*.json")  # the files of a model, without copies in other layouts
 CONFIG = ("config.json",)
-TOKENIZER = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 _PATIENCE_S = 5.0  # of a save, which a scheduler may give 30 s in all
 _BEGUN: dict[Path, Future[str]] = {}  # not in a task, which may be copied
 PROCESSOR = ("preprocessor_config.json", "processor_config.json", "config.json")  # how it wants its images
@@ -53,7 +52,8 @@ def fetch_pretrained(pretrained: str, setting: str = "pretrained", patterns: Seq
             f"{setting}: got {pretrained[:40]!r}...: {error.strerror}: expected a folder or model"
         ) from error
     if is_file:
-        raise ValueError(f"{setting}: got {pretrained!r}: no folder: expected one with config.json and safetensors")
+        files = "config.json" + " and safetensors" * (patterns is WEIGHTS)
+        raise ValueError(f"{setting}: got {pretrained!r}: no folder: expected one with {files}")
     try:
         snapshot_download(pretrained, allow_patterns=list(patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
@@ -50,6 +51,13 @@ def read_label(value: object) -> list[Value] | Value:
     return labels
 
 
+def _spells_list(text: str) -> bool:
+    try:
+        return isinstance(ast.literal_eval(text), list)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return False
+
+
 def _read_one(value: object) -> Value:
     if isinstance(value, bool):
         return str(value).lower()
@@ -61,7 +69,7 @@ def _read_one(value: object) -> Value:
             value = float(value)
         elif value == "":
             raise RowError("the label is empty: expected a name or a number")
-        elif value[0] == "[" and value[-1] == "]":  # in a table, which has no lists
+        elif _spells_list(value):  # in a table, which has no lists
             raise RowError(
                 f"the label is the text {value!r}: several classes need a list, as JSON lines or Parquet have"
             )

@@ -16,7 +16,16 @@ def load_tokenizer(name: str) -> Any:
     Raises:
         ValueError: There is none.
     """
-    return build_byte_tokenizer() if name == BYTES else load_stored_tokenizer(name)
+    if name == BYTES:
+        return build_byte_tokenizer()
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # warns of config.json, whose type of model it does not know and need not
+    try:
+        return load_stored_tokenizer(name)
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def build_byte_tokenizer() -> Any:

@@ -264,22 +264,24 @@ def learn_nothing(folder: Path, policy: Any) -> None:
                 row["labels"].fill_(-100)
             return loader
 
-    monitor, kept = StabilityMonitor(policy=policy), Keeper()
-    _, trainer = fit(folder, [monitor, kept], data=Silent, max_steps=4)
-    (event,) = monitor.state_dict()["events"]
+    monitor, kept = StabilityMonitor(policy=policy, max_skips=1), Keeper()
+    breaker = [Breaker("model.lm_head", step=BAD_STEP + 1)] if policy == "warn" else []
+    _, trainer = fit(folder, [monitor, kept, *breaker], data=Silent, max_steps=4)
+    event, *more = monitor.state_dict()["events"]
+    assert [one["kind"] for one in more] == ["nonfinite_loss"] * len(breaker)  # what follows is told for itself
     assert (event["step"], event["kind"], event["ranks"]) == (BAD_STEP, "no_targets", [])
     assert event["samples"] == {"0": [16, 17, 18, 19], "1": [20, 21, 22, 23]}
-    assert len(monitor.state_dict()["loss"]) == 3
+    assert len(monitor.state_dict()["loss"]) == 3 - len(breaker)
     assert (differ(kept.states[2], kept.states[1]) == []) == (policy != "warn")  # else weights decay
     if dist.get_rank() == 0:
-        (line,) = trainer.said  # type: ignore[attr-defined]
+        line = trainer.said[0]  # type: ignore[attr-defined]
         done = "" if policy == "warn" else "; skipped"
         what = "step 3: loss and gradient are 0: no row has a target to learn; samples 16, 17, 18, 19 (rank 0); 20, 21"
         assert line.startswith(what)
         assert line.endswith(f"(rank 1){done}")
 
 
-@pytest.mark.parametrize("policy", ["warn", pytest.param("stop", marks=pytest.mark.full)])
+@pytest.mark.parametrize("policy", ["warn", *(pytest.param(one, marks=pytest.mark.full) for one in ("skip", "stop"))])
 def test_a_step_without_targets_is_told_and_ends_no_run(folder: Path, policy: str) -> None:
     run_ranks(learn_nothing, folder, policy)
 

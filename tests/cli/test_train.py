@@ -431,10 +431,10 @@ def test_a_number_of_batches_stays_whole_whatever_was_imported_before(folder: Pa
 
 
 @pytest.mark.parametrize("num_processes", [2, 3])
-def test_processes_that_share_cores_are_told(
+def test_processes_that_share_cores_are_warned_of(
     folder: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, num_processes: int
 ) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     refused = ["--trainer.strategy=tinytask.TinyStrategy", "--trainer.strategy.grid.rows=7"]  # before a rank is started
     assert main(["fit", "--config=run.yaml", f"--trainer.devices={num_processes}", *refused]) == 2
     line = f"{num_processes} processes compute on 2 cores, as there is no GPU for them: they wait for one another"

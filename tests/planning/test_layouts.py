@@ -23,7 +23,7 @@ def make_layout(tokens_per_s: float, *, copies: int = 1, fits: bool = True, roun
     [
         ([make_layout(1.0), make_layout(1.9), make_layout(2.0, copies=2)], 2, 2),
         ([make_layout(1.97), make_layout(2.0, copies=2)], 0, 0),  # the error of estimates does not tell them apart
-        ([make_layout(1.97), make_layout(1.98), make_layout(2.0, copies=2)], 1, 1),  # but of a mesh, what sends less
+        ([make_layout(1.97), make_layout(1.98), make_layout(2.0, copies=2)], 1, 1),  # but of a mesh, the fastest
         ([make_layout(1.97), make_layout(1.98, fits=False), make_layout(2.0, copies=2)], 0, 0),
         ([make_layout(1.0), make_layout(1.95, rounds=True), make_layout(1.97)], 2, 2),  # and bits are kept
         ([make_layout(1.0), make_layout(1.97, rounds=True), make_layout(2.0, rounds=True)], 0, 1),  # most of them
@@ -32,7 +32,7 @@ def make_layout(tokens_per_s: float, *, copies: int = 1, fits: bool = True, roun
         ([make_layout(1.0, fits=False), make_layout(0.5, rounds=True)], None, 1),
     ],
 )
-def test_the_fastest_that_fits_is_chosen_and_of_near_ones_the_simplest(
+def test_the_fastest_that_fits_is_chosen_and_of_near_ones_the_first_mesh(
     layouts: list[Layout], exact: int | None, any_bits: int
 ) -> None:
     assert choose_layout(layouts, rounds=False) is (None if exact is None else layouts[exact])

@@ -40,6 +40,7 @@ def make(tmp_path: Path, tokenizer: str) -> Any:
         (["1", "0"], "single_label_classification", ["0", "1"], torch.tensor([1, 0])),  # as CSV files have them
         ([True, False], "single_label_classification", ["false", "true"], torch.tensor([1, 0])),
         ([["b", "a"], []], "multi_label_classification", ["a", "b"], torch.tensor([[1.0, 1.0], [0.0, 0.0]])),
+        (["[UNK]", "[b"], "single_label_classification", ["[UNK]", "[b"], torch.tensor([0, 1])),
         (["01", "1_0"], "single_label_classification", ["01", "1_0"], torch.tensor([0, 1])),  # names, as they are
         ([1, 2.5], "regression", None, torch.tensor([1.0, 2.5])),
         (["-1e-1", "+.5"], "regression", None, torch.tensor([-0.1, 0.5])),
