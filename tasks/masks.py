@@ -43,7 +43,7 @@ def keep_branches(batch: Mapping[str, Any]) -> Iterator[None]:
 
     # Private, seen in transformers 5.23, the last of encoders: whether nothing is padded, so that there is no mask.
     with ExitStack() as stack:
-        for name in ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"):
-            stack.callback(ReplacedMethod(masking_utils, name, ignore).remove)
+        stack.callback(ReplacedMethod(masking_utils, "_ignore_causal_mask_sdpa", ignore).remove)
+        stack.callback(ReplacedMethod(masking_utils, "_ignore_bidirectional_mask_sdpa", ignore).remove)
         stack.callback(ReplacedMethod(masking_utils, "find_packed_sequence_indices", find).remove)
         yield
