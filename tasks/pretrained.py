@@ -307,10 +307,11 @@ def load_stored_tokenizer(name: str) -> Any:
 
     # First, as Transformers tries a Hub that it cannot reach for a minute; seen in 5.23.
     fetch_pretrained(name, "tokenizer", CONFIG)
-    check_config_file(Path(name).expanduser())
+    folder = Path(name).expanduser()
+    check_config_file(folder)
     try:
-        # By its name, which Transformers knows some tokenizers by.
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        # Of the Hub by its name, which Transformers knows some tokenizers by.
+        return AutoTokenizer.from_pretrained(folder if folder.is_dir() else name, trust_remote_code=False)
     except StrictDataclassError as error:
         raise ValueError(f"tokenizer: got {name!r}: config.json: {error.__cause__ or error}") from error
     except (OSError, ValueError) as error:

@@ -242,10 +242,13 @@ def read_parquet(path: Location, columns: Sequence[str] | None = None) -> Iterat
 
 
 def is_saved(folder: Path) -> bool:
-    """Return whether ``datasets`` has saved to a folder."""
-    return folder.is_dir() and any(
-        (folder / name).exists() for name in ("dataset_dict.json", "dataset_info.json", "state.json")
-    )
+    """Return whether ``datasets`` has saved to a folder, be it in part.
+
+    Others call a file ``dataset_info.json``, too, so that counts beside rows in Arrow only.
+    """
+    if any((folder / name).exists() for name in ("dataset_dict.json", "state.json")):
+        return folder.is_dir()
+    return (folder / "dataset_info.json").exists() and any(folder.glob("*.arrow"))
 
 
 def open_saved(folder: Path, split: str) -> tuple[Any, bool]:
@@ -256,7 +259,7 @@ def open_saved(folder: Path, split: str) -> tuple[Any, bool]:
     Raises:
         ValueError: It is damaged, or an interrupted copy, or has other splits.
     """
-    from datasets import DatasetDict, ReadInstruction, load_from_disk
+    from datasets import DatasetDict, ReadInstruction, concatenate_datasets, load_from_disk
 
     try:
         saved = load_from_disk(str(folder))
@@ -276,7 +279,7 @@ def open_saved(folder: Path, split: str) -> tuple[Any, bool]:
             places = ReadInstruction.from_spec(split).to_absolute({name: len(saved)})
         except ValueError as error:
             raise ValueError(f"{folder}: split {split!r}: {error}") from error
-        saved = saved.select([row for place in places for row in range(place.from_, place.to)])
+        saved = concatenate_datasets([saved.select(range(place.from_, place.to)) for place in places])
     return saved, has_splits or bool(bracket) or name == str(saved.split)
 
 

@@ -310,9 +310,10 @@ class TrainerCLI(LightningCLI):
             )
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        num_local = count_devices(self.devices)
-        if has_ranks and not has_accelerator and (shared := describe_shared_cores(num_local or 1)):
-            rank_zero_warn(shared)
+        if has_ranks and tasks is None and not has_accelerator:  # SLURM may give each task cores of its own
+            shared = describe_shared_cores(count_devices(self.devices) or 1)
+            if shared is not None:
+                rank_zero_warn(shared)
         if tasks is not None:
             mend_variables(os.environ, tasks)
             is_left_open = trainer["accelerator"] != "cpu" and count_devices(trainer["devices"]) is None

@@ -422,8 +422,10 @@ def test_the_number_of_processes_comes_from_torchrun_where_nothing_is_set(
 
 @pytest.mark.full
 def test_a_number_of_batches_stays_whole_whatever_was_imported_before(folder: Path) -> None:
-    # Python's typing then gives Lightning's Optional[Union[int, float]] the other way round.
-    code = "from typing import *; Optional[Union[float, int]]; from lit_fsdp.cli.main import main; import sys; "
+    # Python's typing gives the Trainer's Optional[Union[int, float]] as it was made first; here as after any `bench`.
+    code = "from typing import *; import lit_fsdp.cli.bench, lightning.pytorch as pl, sys; "
+    code += "assert get_type_hints(pl.Trainer.__init__)['limit_train_batches'].__args__[0] is float; "
+    code += "from lit_fsdp.cli.main import main; "
     args = ["fit", "--config=run.yaml", "--trainer.limit_train_batches=1", "--print_config"]
     code += f"sys.path.insert(0, '.'); sys.exit(main({args}))"
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, text=True, capture_output=True, check=True)

@@ -9,6 +9,7 @@ import datasets
 import pytest
 
 from lit_fsdp.tasks.image_classification.sources import Fields, open_images
+from lit_fsdp.tasks.row_files import is_saved
 from lit_fsdp.tasks.text.sources import list_parts
 
 OPEN: dict[str, Callable[[str], Any]] = {
@@ -38,6 +39,14 @@ def test_a_damaged_data_set_is_refused_in_one_line(tmp_path: Path, damage: str, 
         OPEN[task](str(tmp_path))
     assert str(tmp_path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_what_others_call_dataset_info_makes_no_saved_data_set(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n')
+    (tmp_path / "dataset_info.json").write_text('{"rows": {"file_name": "rows.jsonl"}}')
+    assert not is_saved(tmp_path)
+    (tmp_path / "data-00000-of-00001.arrow").touch()  # of a copy that broke off
+    assert is_saved(tmp_path)
 
 
 @pytest.mark.parametrize("task", OPEN)

@@ -211,9 +211,11 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path: Path, tokenizer: 
     for name in ("saved", "splits"):
         read = [
             read_all(str(tmp_path / name), tokenizer, tmp_path / "c", train_split=split)
-            for split in ("train[:1]", "train[1:]", "train[:67%]")
+            for split in ("train[:1]", "train[1:]", "train[:67%]", "train[2:]+train[:1]")
         ]
-        assert read == [texts[:1], texts[1:], texts[:2]], name
+        assert read == [texts[:1], texts[1:], texts[:2], [texts[2], texts[0]]], name
+        with pytest.raises(ValueError, match=rf"{name}: split 'train\[:x\]': "):
+            read_all(str(tmp_path / name), tokenizer, tmp_path / "c", train_split="train[:x]")
 
 
 @pytest.mark.parametrize(
