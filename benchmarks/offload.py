@@ -23,6 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from quick_draws import draw_quickly
 from stock_adapters import SHAPES
 
 VARIANTS = {
@@ -83,6 +84,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
     )
     task = CausalLM(config={"model_type": "llama", **sizes}, loss_chunks=8, lr_scheduler=LRSchedule(type="constant"))
+    draw_quickly()
     trainer.fit(task, Rows())
     ends = watch.ends_s[WARM_UP - 1 :]
     return {

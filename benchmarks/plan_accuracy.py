@@ -31,6 +31,7 @@ import torch
 import transformers
 from plan_cases import GROUPS, TINY, Case, list_cases
 from plan_steps import make_batch, make_micro_batch, make_model, make_optimizer, make_settings
+from quick_draws import draw_quickly
 
 from lit_fsdp.adapters.layers import list_adapter_parameters
 from lit_fsdp.optim.factory import build_optimizer
@@ -337,7 +338,8 @@ def main() -> None:
     rows: list[Row] = []
     failures: list[str] = []
     report = ""
-    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
+    spawned = get_context("spawn")
+    with ProcessPoolExecutor(args.jobs, mp_context=spawned, initializer=draw_quickly) as pool:
         for case, future in [(case, pool.submit(run, case, device)) for case in cases]:
             if (error := future.exception()) is None:
                 rows.append(future.result())

@@ -6,11 +6,13 @@
 
 Each variant runs in fresh processes, in turn, ``repeats`` times, each turn in the other order: a random
 Llama-architecture model in NF4 with double quantization, or in bfloat16, adapters of rank 16 on all linear layers,
-AdamW, every rank the same number of random tokens a step, activation checkpointing. Stock runs under autocast, as
-the Trainer of Transformers does. Only ``small`` reads its weights from files; other shapes are drawn layer by layer on
-the device. Accelerate's side is its own ``fsdp2_prepare_model``, called directly: on a CPU its launcher turns FSDP off.
-Rows of more than 4,096 tokens have their loss in parts of 512, in `ours` only. With ``--one-card`` all ranks share one
-GPU through gloo: no measure of speed, see ``one_card.py``.
+AdamW, every rank the same number of random tokens a step, activation checkpointing unless ``--keep-activations``.
+Stock runs under autocast, as the Trainer of Transformers does; ``trl`` is TRL's SFTTrainer with its default loss, where
+that is installed. Only ``small`` reads its weights from files; others are drawn layer by layer on the device, those of
+`ours` on the CPU, a million numbers again and again. Accelerate's side is its own ``fsdp2_prepare_model``, called
+directly: on a CPU its launcher turns FSDP off. Rows of more than 4,096 tokens, or without activation checkpointing,
+have their loss in parts of 512, in `ours` only. With ``--one-card`` all ranks share one GPU through gloo: no measure of
+speed, see ``one_card.py``.
 """
 
 from __future__ import annotations
@@ -30,10 +32,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from quick_draws import draw_quickly
 from step_costs import format_costs, list_costs, start_profile
 from stock_adapters import RANK, SHAPES, load_stock, save_model
 
 VARIANTS = ("stock", "accelerate", "ours 1", "ours 1 kept", "ours", "ours kept")  # kept: what is dequantized
+BY_NAME_ONLY = ("trl", "ours 1 compiled")
 ON_RANKS = ("accelerate", "ours", "ours kept")
 KINDS = ("codes", "absmax", "other frozen", "adapters", "optimizer")
 COLUMNS = (
@@ -142,7 +146,7 @@ def train_stock(args: argparse.Namespace, *, is_sharded: bool) -> dict[str, Any]
     """Train in a plain loop."""
     import torch
 
-    model = load_stock(args.shape, args.base, args.folder, args.device)
+    model = load_stock(args.shape, args.base, args.folder, args.device, recomputes=not args.keep_activations)
     if is_sharded:
         model = shard_with_accelerate(model)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -160,13 +164,67 @@ def train_stock(args: argparse.Namespace, *, is_sharded: bool) -> dict[str, Any]
     return {**meter.report(), "bytes": count_bytes(model, optimizer)}
 
 
+def train_trl(args: argparse.Namespace) -> dict[str, Any]:
+    """Train in the SFTTrainer of TRL."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast, TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            meter.begin()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            meter.end(trainer.last_loss)
+
+    class Keep(SFTTrainer):  # type: ignore[misc]
+        last_loss: Any = None
+
+        def training_step(self, *given: Any, **named: Any) -> Any:
+            self.last_loss = super().training_step(*given, **named)
+            return self.last_loss
+
+    model = load_stock(args.shape, args.base, args.folder, args.device, recomputes=False)
+    rows = Dataset.from_list(
+        [{"input_ids": make_batch(args, step)["input_ids"][0].tolist()} for step in range(args.steps)]
+    )
+    meter = Meter(args)
+    with tempfile.TemporaryDirectory() as out:
+        settings = SFTConfig(
+            output_dir=out,
+            max_steps=args.steps,
+            per_device_train_batch_size=1,
+            bf16=True,
+            use_cpu=not is_cuda(),
+            gradient_checkpointing=not args.keep_activations,
+            gradient_checkpointing_kwargs={"use_reentrant": False},
+            max_length=None,
+            max_grad_norm=0.0,
+            learning_rate=LEARNING_RATE,
+            weight_decay=0.0,
+            lr_scheduler_type="constant",
+            optim="adamw_torch_fused",
+            train_sampling_strategy="sequential",
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            dataloader_pin_memory=is_cuda(),
+        )
+        words = Tokenizer(models.WordLevel({"<eos>": 0}, unk_token="<eos>"))
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<eos>", eos_token="<eos>")
+        trainer = Keep(model=model, args=settings, train_dataset=rows, processing_class=tokenizer, callbacks=[Clock()])
+        trainer.train()
+    return {**meter.report(), "bytes": count_bytes(model, trainer.optimizer.optimizer)}
+
+
 def train_ours(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
     """Train under the Trainer."""
     import lightning.pytorch as pl
     import torch.distributed as dist
     from torch.utils.data import DataLoader
 
-    from lit_fsdp import ActivationCheckpointing, FSDP2Strategy, Optimizer
+    from lit_fsdp import ActivationCheckpointing, Compile, FSDP2Strategy, Optimizer
     from lit_fsdp.adapters.lora import LoRA
     from lit_fsdp.quantization.quantize import Quantization
     from lit_fsdp.tasks import CausalLM, LRSchedule
@@ -187,21 +245,25 @@ def train_ours(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
         where = share_card()
     source: dict[str, Any] = {"pretrained": str(args.folder)}
     if args.shape != "small":
+        draw_quickly()
         source = {"config": {"model_type": "llama", **SHAPES[args.shape]}}
     task = CausalLM(
         **source,
         lora=LoRA(r=RANK, alpha=2 * RANK),
         quantization=Quantization() if args.base == "nf4" else None,
-        loss_chunks=args.length // 512 if args.length > 4096 else 1,
+        loss_chunks=max(1, args.length // 512) if args.length > 4096 or args.keep_activations else 1,
         optimizer=Optimizer(learning_rate=LEARNING_RATE),
         lr_scheduler=LRSchedule(type="constant"),
     )
     recompute = ActivationCheckpointing(
-        mode="full", offload=args.offload, keep_dequantized=args.variant.endswith("kept")
+        mode="none" if args.keep_activations else "full",
+        offload=args.offload,
+        keep_dequantized=args.variant.endswith("kept"),
     )
+    compiled = Compile() if args.variant.endswith("compiled") else None
     trainer = pl.Trainer(
         accelerator="gpu" if is_cuda() else "cpu",
-        strategy=FSDP2Strategy(print_plan=False, activation_checkpointing=recompute),
+        strategy=FSDP2Strategy(print_plan=False, activation_checkpointing=recompute, compile=compiled),
         precision="bf16-true",
         max_steps=args.steps,
         callbacks=[Clock()],
@@ -282,6 +344,8 @@ def be_variant(args: argparse.Namespace) -> None:
     ranks = args.ranks if args.variant in ON_RANKS else 1
     if args.variant.startswith("ours"):
         facts = train_ours(args, ranks)
+    elif args.variant == "trl":
+        facts = train_trl(args)
     else:
         facts = train_stock(args, is_sharded=args.variant == "accelerate")
     for name in ("peak_bytes", "step_peak_bytes"):
@@ -299,6 +363,7 @@ def run(variant: str, args: argparse.Namespace, folder: str) -> list[dict[str, A
     options = ["--variant", variant, "--folder", folder, "--shape", args.shape, "--ranks", str(args.ranks)]
     options += ["--steps", str(args.steps), "--length", str(args.length), "--cap-gib", str(args.cap_gib)]
     options += ["--base", args.base, *["--one-card"] * args.one_card, *["--profile"] * args.profile]
+    options += [*["--keep-activations"] * args.keep_activations, *["--offload"] * args.offload]
     command = [sys.executable, __file__, *options]
     if variant in ON_RANKS:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
@@ -322,16 +387,18 @@ def format_results(results: dict[str, list[Any]], args: argparse.Namespace) -> s
     packages = ("torch", "transformers", "bitsandbytes", "peft", "accelerate", "lightning")
     cap = f" under a cap of {args.cap_gib:g} GiB" if args.cap_gib else ""
     shared = ". All ranks share one card through gloo, which is no measure of speed" if args.one_card else ""
+    options = " --keep-activations" * args.keep_activations + " --offload" * args.offload
     lines = [
         f"# {'QLoRA' if args.base == 'nf4' else 'LoRA'}, shape {args.shape}, {args.ranks} ranks, {date.today()}",
         "",
         f"`python benchmarks/qlora.py --shape {args.shape} --base {args.base} --ranks {args.ranks} --repeats "
-        f"{args.repeats} --steps {args.steps} --length {args.length}` on {device}{cap}{shared}; "
+        f"{args.repeats} --steps {args.steps} --length {args.length}{options}` on {device}{cap}{shared}; "
         + ", ".join(f"{name} {version(name)}" for name in packages)
-        + f". One row of {args.length} tokens per rank and step, bf16, recomputation. Medians of up to {args.repeats} "
-        f"runs, variants in turn, in alternating order, the first {WARMUP} steps left out; the loss is that of rank 0, "
-        "ours of all ranks. CPU is the time that the process computes, of the rank that has most; in `kept` variants "
-        "`activation_checkpointing.keep_dequantized` is on. Ratios count; absolute times on a shared CPU mean little. "
+        + f". One row of {args.length} tokens per rank and step, bf16, {'no ' * args.keep_activations}recomputation. "
+        f"Medians of up to {args.repeats} runs, variants in turn, in alternating order, the first {WARMUP} steps left "
+        "out; the loss is that of rank 0, ours of all ranks. CPU is the time that the process computes, of the rank "
+        "that has most; in `kept` variants `activation_checkpointing.keep_dequantized` is on. Ratios count; absolute "
+        "times on a shared CPU mean little. "
         "Peaks are those of the rank that has most, in the steps and with loading: "
         + ("that of torch's allocator." if is_cuda() else "the growth of the resident process, loading included."),
         "",
@@ -375,7 +442,7 @@ def format_results(results: dict[str, list[Any]], args: argparse.Namespace) -> s
 
 
 def list_variants(base: str) -> list[str]:
-    """Return all variants that a base has."""
+    """Return the variants that a base has, but those that are measured by name only."""
     return [variant for variant in VARIANTS if base == "nf4" or not variant.endswith("kept")]
 
 
@@ -391,11 +458,13 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--cap-gib", type=float, default=0.0, help="of each GPU, as if it had no more")
     parser.add_argument("--offload", action="store_true", help="of `ours`: inputs of blocks wait in host memory")
+    parser.add_argument("--keep-activations", action="store_true", help="do not compute them again")
     parser.add_argument("--one-card", action="store_true", help="all ranks of `ours` share one GPU, through gloo")
     parser.add_argument("--profile", action="store_true", help="record the last step of each run")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="all that this base has")
+    every = [*VARIANTS, *BY_NAME_ONLY]
+    parser.add_argument("--variants", nargs="+", choices=every, help=f"default: all of this base but {BY_NAME_ONLY}")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--variant", choices=every, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.steps < WARMUP + 2:
@@ -404,7 +473,12 @@ def main() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also of the processes that measure
     if args.variant:
         be_variant(args)
-        return
+    else:
+        measure(args)
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Measure the variants, and print the page."""
     page = ""
     with tempfile.TemporaryDirectory() as folder:
         if args.shape == "small":

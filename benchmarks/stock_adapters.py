@@ -60,8 +60,8 @@ def save_model(folder: str) -> None:
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
 
 
-def load_stock(shape: str, base: str, folder: Path, device: Any) -> Any:
-    """Return the model with adapters and recomputation; ``base`` is ``nf4`` or ``bf16``."""
+def load_stock(shape: str, base: str, folder: Path, device: Any, *, recomputes: bool = True) -> Any:
+    """Return the model with adapters; ``base`` is ``nf4`` or ``bf16``."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -80,7 +80,8 @@ def load_stock(shape: str, base: str, folder: Path, device: Any) -> Any:
         )
     else:
         model = _draw(shape, quantization, device)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    if recomputes:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     return get_peft_model(model, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear"))
 
