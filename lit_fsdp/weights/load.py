@@ -212,7 +212,7 @@ def _init_unit(
             module._parameters[key] = parameter
     names = {id(parameter): key for _, key, parameter in places}
     for parameter, full in drawn.items():
-        if torch.isnan(full).any():
+        if full.numel() and torch.isnan(full.amax()):  # which is NaN if any is, and takes no mask of them all
             where = next(f"{n}.{k}" for n, m in unit for k, p in m._parameters.items() if p is parameter)
             where = clean_name(where).removeprefix(".")
             raise ValueError(
