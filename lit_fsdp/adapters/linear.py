@@ -3,7 +3,8 @@
 Note [Adapter in one function]: peft's ``Linear.forward`` makes ``base(x) + scaling * B(A(dropout(x)))`` of two modules,
 a product with a number and a sum, each with tensors of the size of the output, in forward and again in backward. Here
 it is two products, of which the second adds to what the base layer returned. On a fast card a step of QLoRA waits for
-the host, and so for how many operations there are.
+the host, and so for how many operations there are. Where the base layer is a frozen one that we know, its product is in
+the same function, so that in backward one product adds to the other, too.
 
 Matrices that are stored in another dtype than they are computed with are cast where they are used, if ``compute_dtype``
 is set: one rank needs no unit of FSDP2 for them. All else, such as DoRA or biases, goes peft's way.
@@ -23,6 +24,8 @@ from torch.nn.functional import linear
 from typing_extensions import override
 
 from lit_fsdp.adapters.layers import ADAPTER, iterate_adapters
+from lit_fsdp.quantization.layers import QuantizedLinear
+from lit_fsdp.quantization.quantize import is_recorded
 
 
 class AdaptedLinear(Linear):
@@ -39,34 +42,50 @@ class AdaptedLinear(Linear):
         """Return [..., out] for ``x`` [..., in]."""
         if args or kwargs or self.disable_adapters or self.merged or not self.is_plain() or self._calls_parts():
             return super().forward(x, *args, **kwargs)
+        down, up = (part._parameters["weight"] for part in self._get_parts())
+        scaling: float = self.scaling[ADAPTER]
+        dtype = self.compute_dtype or down.dtype
+        is_one_dtype = x.dtype == dtype and not torch.is_autocast_enabled()
+        if is_one_dtype and not torch.compiler.is_compiling() and self.takes_base():
+            return _AddToBase.apply(x, self.base_layer, down, up, scaling)  # type: ignore[no-untyped-call]
         result: Tensor = self.base_layer(x)
         dropout = self.lora_dropout[ADAPTER]
         if type(dropout) is not nn.Identity:
             x = dropout(x)
-        down: Any = self.lora_A[ADAPTER].weight
-        up: Any = self.lora_B[ADAPTER].weight
-        scaling: float = self.scaling[ADAPTER]
-        dtype = self.compute_dtype or down.dtype
-        if x.dtype == result.dtype == dtype and not torch.is_autocast_enabled():
+        if is_one_dtype and result.dtype == dtype:
             if torch.compiler.is_compiling():  # a compiler merges by itself
                 return _add_products(result, x, down, up, scaling)[0]
-            return _AddProducts.apply(result, x, down, up, scaling)  # type: ignore[no-untyped-call]
+            return _AddProducts.apply(x, result, down, up, scaling)  # type: ignore[no-untyped-call]
         added = linear(linear(x.to(dtype), down.to(dtype)), up.to(dtype))
         return (result + added * scaling).to(result.dtype)
 
     def is_plain(self) -> bool:
         """Whether the adapter is nothing but two matrices."""
-        parts = self.lora_A, self.lora_B
         return (
             not self.lora_variant
             and self.active_adapter in (ADAPTER, [ADAPTER])
-            and all(ADAPTER in part and part[ADAPTER].bias is None for part in parts)
+            and all(part is not None and part._parameters["bias"] is None for part in self._get_parts())
         )
+
+    def takes_base(self) -> bool:
+        """Whether the product of the base layer can be part of the function of the adapter."""
+        base: Any = self._modules["base_layer"]
+        if type(base) not in (nn.Linear, QuantizedLinear) or _has_hooks(base):
+            return False
+        if type(self.lora_dropout._modules[ADAPTER]) is not nn.Identity:
+            return False
+        given = (parameter for parameter in base._parameters.values() if parameter is not None)
+        return not any(parameter.requires_grad or isinstance(parameter, DTensor) for parameter in given)
+
+    def _get_parts(self) -> tuple[Any, Any]:
+        # Not as attributes, of which each takes a microsecond: this is asked several times for each layer and step.
+        modules: Any = self._modules
+        return modules["lora_A"]._modules.get(ADAPTER), modules["lora_B"]._modules.get(ADAPTER)
 
     def _calls_parts(self) -> bool:
         """Whether the modules of the matrices must be called: a hook of somebody, or of FSDP2, which gathers."""
-        for part in (self.lora_A[ADAPTER], self.lora_B[ADAPTER]):
-            if type(part) is not nn.Linear or isinstance(part.weight, DTensor):
+        for part in self._get_parts():
+            if type(part) is not nn.Linear or isinstance(part._parameters["weight"], DTensor):
                 if self.compute_dtype is None:  # else there is nothing to gather
                     return True
             elif part._forward_hooks or part._forward_pre_hooks:
@@ -81,11 +100,51 @@ def take_over(model: nn.Module) -> None:
             layer.__class__ = AdaptedLinear
 
 
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+class _AddToBase(torch.autograd.Function):
+    """``base(x) + scaling * x A^T B^T`` of a frozen layer; see ``_AddProducts``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, base: nn.Linear, down: Tensor, up: Tensor, scaling: float) -> Tensor:
+        ctx.scaling, ctx.base, weight = scaling, base, None
+        if isinstance(base, QuantizedLinear):
+            # Not saved for backward: FSDP2 frees the storage of what it has gathered, and fills it again.
+            ctx.stored = base.get_stored("weight")
+            result = base.multiply_once(x, ctx.stored, has_backward=ctx.needs_input_grad[0])
+        else:
+            weight = base.weight
+            result = linear(x, weight, base.bias)
+        added, low = _add_products(result, x, down, up, scaling, in_place=not is_recorded())
+        ctx.save_for_backward(x, low, down, up, weight)
+        return added
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads  # [..., out]
+        x, low, down, up, weight = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        grad_low, grad_down, grad_up = _find_gradients(rows, x, low, down, up, ctx)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            if weight is None:
+                weight = ctx.base.take_dense(ctx.stored, grad.dtype)
+            grad_x = rows @ weight
+            # Not addmm_, which counters of FLOPs do not know; out has no gradient of its own.
+            out = None if torch.is_grad_enabled() else grad_x
+            grad_x = torch.addmm(grad_x, grad_low, down.to(grad.dtype), out=out).view(x.shape)
+        return grad_x, None, grad_down, grad_up, None
+
+
 class _AddProducts(torch.autograd.Function):
     """``result + scaling * x A^T B^T``; matrices are cast in forward and again in backward."""
 
     @staticmethod
-    def forward(ctx: Any, result: Tensor, x: Tensor, down: Tensor, up: Tensor, scaling: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, result: Tensor, down: Tensor, up: Tensor, scaling: float) -> Tensor:
         added, low = _add_products(result, x, down, up, scaling)
         ctx.save_for_backward(x, low, down, up)
         ctx.scaling = scaling
@@ -96,19 +155,26 @@ class _AddProducts(torch.autograd.Function):
         (grad,) = grads  # [..., out]
         x, low, down, up = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])
-        grad_low = (rows @ up.to(grad.dtype)).mul_(ctx.scaling)
-        grad_x = grad_down = grad_up = None
-        if ctx.needs_input_grad[3]:
-            grad_up = (rows.t() @ low).mul_(ctx.scaling).to(up.dtype)
-        if ctx.needs_input_grad[2]:
-            grad_down = (grad_low.t() @ x.reshape(-1, x.shape[-1])).to(down.dtype)
-        if ctx.needs_input_grad[1]:
-            grad_x = (grad_low @ down.to(grad.dtype)).view(x.shape)
-        return grad, grad_x, grad_down, grad_up, None
+        grad_low, grad_down, grad_up = _find_gradients(rows, x, low, down, up, ctx)
+        grad_x = (grad_low @ down.to(grad.dtype)).view(x.shape) if ctx.needs_input_grad[0] else None
+        return grad_x, grad, grad_down, grad_up, None
 
 
-def _add_products(result: Tensor, x: Tensor, down: Tensor, up: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+def _add_products(
+    result: Tensor, x: Tensor, down: Tensor, up: Tensor, scaling: float, *, in_place: bool = False
+) -> tuple[Tensor, Tensor]:
     """Return the sum [..., out], and ``x A^T`` [rows, r]."""
     low = x.reshape(-1, x.shape[-1]) @ down.to(x.dtype).t()
     rows = result.reshape(-1, result.shape[-1])
-    return torch.addmm(rows, low, up.to(x.dtype).t(), alpha=scaling).view(result.shape), low
+    added = torch.addmm(rows, low, up.to(x.dtype).t(), alpha=scaling, out=rows if in_place else None)
+    return added.view(result.shape), low
+
+
+def _find_gradients(
+    rows: Tensor, x: Tensor, low: Tensor, down: Tensor, up: Tensor, ctx: Any
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients of ``low`` and of both matrices from that of the sum, [rows, out]."""
+    grad_low = (rows @ up.to(rows.dtype)).mul_(ctx.scaling)
+    grad_up = (rows.t() @ low).mul_(ctx.scaling).to(up.dtype) if ctx.needs_input_grad[3] else None
+    grad_down = (grad_low.t() @ x.reshape(-1, x.shape[-1])).to(down.dtype) if ctx.needs_input_grad[2] else None
+    return grad_low, grad_down, grad_up

@@ -247,6 +247,47 @@ def _quantize_whole(weight: Tensor, settings: Quantization) -> tuple[Tensor, Ten
     return (codes, *compress_absmax(absmax)) if settings.is_double else (codes, absmax.view(torch.uint8), None)
 
 
+def multiply_once(
+    x: Tensor,
+    stored: tuple[Tensor, Tensor, Tensor | None],
+    settings: Quantization,
+    bias: Tensor | None,
+    kept: list[Tensor] | None,
+    *,
+    has_backward: bool,
+) -> Tensor:
+    """Return what :func:`multiply` does, inside a function that has its own backward; see :func:`take_dense`."""
+    codes, absmax, nested = stored
+    if kept is not None:
+        kept.clear()  # of a step that broke off
+    is_whole = settings.type == "int8" or _is_dequantized_whole(x, codes.numel() * settings.codes_per_byte)
+    is_kept = kept is not None and is_whole and has_backward and _IS_KEEPING.get()
+    # What records operators, to save what one returns or to count, gets the product as one. Else the way through
+    # bitsandbytes to the same numbers is the longer one.
+    if settings.type != "int8" and not is_kept and (is_recorded() or not is_whole):
+        state = _build_state(codes, absmax, nested, x.dtype, settings)
+        return load_kernels(_USER).matmul_4bit(x, codes.view(-1, 1), quant_state=state, bias=bias)
+    weight = dequantize(codes, absmax, nested, settings, x.dtype)
+    if kept is not None and is_kept:
+        kept.append(weight)
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def take_dense(
+    stored: tuple[Tensor, Tensor, Tensor | None],
+    settings: Quantization,
+    kept: list[Tensor] | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return the dense weight for the backward of a product: the one that was kept for it, or dequantized again."""
+    return kept.pop().to(dtype) if kept else dequantize(*stored, settings, dtype)  # autocast computes in another one
+
+
+def is_recorded() -> bool:
+    """Whether something records all operators, as selective recomputation and counting of memory and FLOPs do."""
+    return torch._C._len_torch_dispatch_stack() > 0  # private, seen in torch 2.13
+
+
 class _Multiply(torch.autograd.Function):
     """Dequantizes in forward and again in backward, or once where it may keep the weight."""
 
@@ -264,27 +305,14 @@ class _Multiply(torch.autograd.Function):
         if torch.compiler.is_compiling():  # only for int8, and never with kept weights
             # In one operator: a compiler would see that backward dequantizes again, and keep the dense weight for it.
             return multiply_int8(x, stored[0], stored[1], bias)
-        codes, absmax, nested = stored
-        if kept is not None:
-            kept.clear()  # of a step that broke off
-        is_whole = settings.type == "int8" or _is_dequantized_whole(x, codes.numel() * settings.codes_per_byte)
-        is_kept = kept is not None and is_whole and ctx.needs_input_grad[0] and _IS_KEEPING.get()
-        if settings.type != "int8" and not is_kept:
-            state = _build_state(codes, absmax, nested, x.dtype, settings)
-            return load_kernels(_USER).matmul_4bit(x, codes.view(-1, 1), quant_state=state, bias=bias)
-        weight = dequantize(codes, absmax, nested, settings, x.dtype)
-        if kept is not None and is_kept:
-            kept.append(weight)
-        return torch.nn.functional.linear(x, weight, bias)
+        return multiply_once(x, stored, settings, bias, kept, has_backward=ctx.needs_input_grad[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         (grad,) = grads  # [..., out]
-        codes, absmax, nested = ctx.stored
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
-            weight = ctx.kept.pop() if ctx.kept else dequantize(codes, absmax, nested, ctx.settings, grad.dtype)
-            grad_x = grad @ weight.to(grad.dtype)  # autocast computes in another one
+            grad_x = grad @ take_dense(ctx.stored, ctx.settings, ctx.kept, grad.dtype)
         if ctx.needs_input_grad[1]:
             grad_bias = grad.flatten(0, -2).sum(0)
         return grad_x, grad_bias, None, None, None

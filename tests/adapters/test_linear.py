@@ -1,6 +1,7 @@
 """Layers with an adapter compute what peft's do, and on one rank cast their own matrices."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from lit_fsdp.adapters.inject import add_adapters
 from lit_fsdp.adapters.layers import clean_name, iterate_adapters, switch_off_adapters
 from lit_fsdp.adapters.linear import AdaptedLinear
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.quantization.layers import quantize_model
-from lit_fsdp.quantization.quantize import Quantization
+from lit_fsdp.quantization.quantize import KeepDequantized, Quantization
 from lit_fsdp.sharding.shard import Sharding, shard_model
 from lit_fsdp.sharding.wrap import Wrap, plan_units
 from lit_fsdp.weights.load import init_weights, materialize
@@ -40,11 +43,12 @@ def build_layer(lora: LoRA, *, bias: bool = False, dtype: torch.dtype = torch.fl
     return layer
 
 
-def run(forward: Callable[..., Tensor], layer: nn.Module, *sizes: int) -> list[Tensor]:
+def run(forward: Callable[..., Tensor], layer: nn.Module, *sizes: int, width: int = 24) -> list[Tensor]:
     """Return the output, and the gradients of the input and of all that trains; drawn anew, and the same each time."""
     layer.zero_grad()
     torch.manual_seed(1)
-    x = torch.randn(*sizes, 24, dtype=next(layer.parameters()).dtype, requires_grad=True)
+    dtype = next(parameter.dtype for parameter in layer.parameters() if parameter.requires_grad)
+    x = torch.randn(*sizes, width, dtype=dtype, requires_grad=True)
     y = forward(layer, x)
     (y.float().square().mean()).backward()
     gradients = [p.grad for p in (x, *layer.parameters()) if p.requires_grad and p.grad is not None]
@@ -73,6 +77,87 @@ def test_outputs_and_gradients_are_those_of_peft(
         assert one.dtype == other.dtype == dtype
         error = float((one - other).abs().max() / other.abs().max())
         assert error <= (1e-6 if dtype == torch.float32 else 2e-2)
+
+
+BASES = {"dense": None, "nf4": Quantization(), "fp4": Quantization(type="fp4"), "int8": Quantization(type="int8")}
+
+
+def build_over(base: str, *, bias: bool, dtype: torch.dtype) -> AdaptedLinear:
+    """Return a frozen layer [64, 40] of one kind with an adapter."""
+    torch.manual_seed(0)
+    settings = BASES[base]
+    with torch.device("meta"):
+        holder = nn.Sequential(nn.Linear(64, 40, bias=bias, dtype=dtype))
+    if settings is not None:
+        quantize_model(holder, settings)
+    add_adapters(holder, LoRA(r=4, alpha=6, dtype="float32" if dtype == torch.float32 else "bfloat16"))
+    materialize(holder, torch.device("cpu"))
+    init_weights(holder, 3)
+    ((_, layer),) = iterate_adapters(holder)
+    nn.init.normal_(layer.lora_B["default"].weight)
+    assert isinstance(layer, AdaptedLinear)
+    return layer
+
+
+class Record(TorchDispatchMode):
+    """Sees all operators, as selective recomputation does."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("base", BASES)
+def test_a_frozen_layer_is_part_of_the_function_of_its_adapter(base: str, dtype: torch.dtype, bias: bool) -> None:
+    layer = build_over(base, bias=bias, dtype=dtype)
+    calls: list[str] = []
+
+    def forward(layer: Any, x: Tensor) -> Tensor:
+        return layer(x)  # type: ignore[no-any-return]
+
+    def checkpointed(layer: Any, x: Tensor) -> Tensor:
+        return checkpoint(layer, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    def recorded(layer: Any, x: Tensor) -> Tensor:
+        with Record():
+            return layer(x)  # type: ignore[no-any-return]
+
+    def kept(layer: Any, x: Tensor) -> Tensor:
+        contexts = lambda: (nullcontext(), KeepDequantized())  # noqa: E731
+        return checkpoint(layer, x, use_reentrant=False, context_fn=contexts)  # type: ignore[no-any-return]
+
+    def hooked(layer: Any, x: Tensor) -> Tensor:
+        handle = layer.base_layer.register_forward_hook(lambda *_: calls.append(base))
+        assert not layer.takes_base()
+        y: Tensor = layer(x)
+        handle.remove()
+        return y
+
+    assert layer.takes_base()
+    truth = run(Linear.forward, layer, 2, 7, width=64)
+    found = run(forward, layer, 2, 7, width=64)
+    assert len(found) == len(truth) == 4
+    for way in (found, run(hooked, layer, 2, 7, width=64)):
+        for one, other in zip(way, truth, strict=True):
+            assert one.dtype == other.dtype == dtype
+            assert float((one - other).abs().max() / other.abs().max()) <= (1e-6 if dtype == torch.float32 else 2e-2)
+    assert calls == [base]
+    for another in (checkpointed, recorded, kept):
+        same = run(another, layer, 2, 7, width=64)
+        assert all(torch.equal(one, other) for one, other in zip(same, found, strict=True)), another
+    assert getattr(layer.base_layer, "kept", []) == []
+
+
+def test_a_layer_that_trains_or_that_tensor_parallelism_splits_is_called() -> None:
+    layer = build_over("dense", bias=True, dtype=torch.float32)
+    layer.base_layer.bias.requires_grad_(True)
+    assert not layer.takes_base()
+    gradients = run(AdaptedLinear.forward, layer, 2, 7, width=64)
+    truth = run(Linear.forward, layer, 2, 7, width=64)
+    assert len(gradients) == len(truth) == 5  # with that of the bias
+    for one, other in zip(gradients, truth, strict=True):
+        assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_gradients_are_those_of_finite_differences() -> None:

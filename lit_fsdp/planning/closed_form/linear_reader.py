@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from lit_fsdp.adapters.layers import ADAPTER
 from lit_fsdp.planning.closed_form.reader import Reader, UnreadableModuleError
 from lit_fsdp.planning.closed_form.tape import FLOAT32, QUANTIZED
 from lit_fsdp.quantization.layers import QuantizedLinear
@@ -77,6 +78,8 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 def _read_adapted(reader: Reader, name: str, module: Any, x: int) -> int:
     tape = reader.tape
+    if hasattr(module, "is_plain") and module.is_plain() and module.takes_base():
+        return _read_with_base(reader, name, module, x)
     y = read_linear(reader, name, module.base_layer, x)
     for key, lora_a in module.lora_A.items():
         before, has_lengths = type(module.lora_dropout[key]), key in module.lora_magnitude_vector
@@ -94,6 +97,33 @@ def _read_adapted(reader: Reader, name: str, module: Any, x: int) -> int:
             y = tape.add_sum(y, tape.add_pointwise("mul", added))
     tape.release(x)  # also of what was dropped
     return y
+
+
+def _read_with_base(reader: Reader, name: str, module: Any, x: int) -> int:
+    """Add a frozen layer and its adapter as one function, see Note [Adapter in one function]."""
+    tape, base = reader.tape, module.base_layer
+    down, up = module.lora_A[ADAPTER], module.lora_B[ADAPTER]
+    with tape.without_graph():
+        y = read_linear(reader, name, base, x)
+        low = read_linear(reader, name, down, x)
+    num_in, num_out = get_features(base)
+    flops, wanted = 2 * (tape.sizes[low] // tape.itemsize), int(tape.needs_grad[x])  # of one number in or out
+    num_rows = tape.sizes[x] // (num_in * tape.itemsize)
+    dense = num_in * num_out * tape.itemsize * wanted if isinstance(base, QuantizedLinear) else 0
+    added = tape.add(
+        "addmm",
+        (y, low, x),
+        tape.sizes[y],
+        saves=(x, low),
+        weights=[*reader.list_trained(down.weight), *reader.list_trained(up.weight)],
+        flops=flops * num_out,
+        backward_flops=flops * (2 * num_out + (1 + wanted) * num_in) + 2 * num_rows * num_in * num_out * wanted,
+        backward_temp=dense + tape.sizes[low],
+        backward_moved=dense,
+    )
+    tape.keep(low)  # see _read_up
+    tape.release(x)
+    return added
 
 
 def _read_up(reader: Reader, up: Any, y: int, low: int) -> int:

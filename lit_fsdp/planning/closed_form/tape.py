@@ -94,6 +94,14 @@ class Tape:
     held: set[int] = field(default_factory=set)
     steps: list[Op | Mark] = field(default_factory=list)
     _part: str = "embeddings"
+    _has_graph: bool = True
+
+    @contextmanager
+    def without_graph(self) -> Iterator[None]:
+        """Let what is added inside have no backward of its own, as in a function that has one for all."""
+        self._has_graph = False
+        yield
+        self._has_graph = True
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -147,7 +155,7 @@ class Tape:
         with ``saves_output`` its output.
         """
         wanted = tuple(dict.fromkeys(v for v in inputs if self.needs_grad[v]))
-        is_trained = bool(wanted or weights)
+        is_trained = self._has_graph and bool(wanted or weights)
         output = self.add_value(num_bytes, needs_grad=is_trained)
         kept = list(saves) if is_trained else []
         if is_trained and saves_output:
@@ -161,8 +169,8 @@ class Tape:
                 inputs=tuple(inputs),
                 output=output,
                 saves=tuple(kept),
-                gets_grad=wanted,
-                weights=tuple(weights),
+                gets_grad=wanted if is_trained else (),
+                weights=tuple(weights) if is_trained else (),
                 shares_grad=shares_grad,
                 splits_grad=splits_grad,
                 forward_temp=forward_temp,
