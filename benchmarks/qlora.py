@@ -251,7 +251,7 @@ def train_ours(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
         **source,
         lora=LoRA(r=RANK, alpha=2 * RANK),
         quantization=Quantization() if args.base == "nf4" else None,
-        loss_chunks=max(1, args.length // 512) if args.length > 4096 or args.keep_activations else 1,
+        loss_chunks=count_loss_parts(args),
         optimizer=Optimizer(learning_rate=LEARNING_RATE),
         lr_scheduler=LRSchedule(type="constant"),
     )
@@ -281,6 +281,11 @@ def train_ours(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
         "bytes": count_bytes(task, trainer.optimizers[0]),
         "expected": estimate_bytes(task, ranks),
     }
+
+
+def count_loss_parts(args: argparse.Namespace) -> int:
+    """Return the ``loss_chunks`` of `ours`: what else is kept or long leaves no room for all logits."""
+    return max(1, args.length // 512) if args.length > 4096 or args.keep_activations else 1
 
 
 def count_bytes(model: Any, optimizer: Any) -> dict[str, int]:
@@ -384,7 +389,9 @@ def format_results(results: dict[str, list[Any]], args: argparse.Namespace) -> s
     import torch
 
     device = torch.cuda.get_device_name() if is_cuda() else f"CPU ({platform.machine()}), no GPU, gloo"
-    packages = ("torch", "transformers", "bitsandbytes", "peft", "accelerate", "lightning")
+    packages = ["torch", "transformers", "bitsandbytes", "peft", "accelerate", "lightning"]
+    packages += ["trl"] * ("trl" in results)
+    num_parts = count_loss_parts(args)
     cap = f" under a cap of {args.cap_gib:g} GiB" if args.cap_gib else ""
     shared = ". All ranks share one card through gloo, which is no measure of speed" if args.one_card else ""
     options = " --keep-activations" * args.keep_activations + " --offload" * args.offload
@@ -396,9 +403,9 @@ def format_results(results: dict[str, list[Any]], args: argparse.Namespace) -> s
         + ", ".join(f"{name} {version(name)}" for name in packages)
         + f". One row of {args.length} tokens per rank and step, bf16, {'no ' * args.keep_activations}recomputation. "
         f"Medians of up to {args.repeats} runs, variants in turn, in alternating order, the first {WARMUP} steps left "
-        "out; the loss is that of rank 0, ours of all ranks. CPU is the time that the process computes, of the rank "
-        "that has most; in `kept` variants `activation_checkpointing.keep_dequantized` is on. Ratios count; absolute "
-        "times on a shared CPU mean little. "
+        f"out; the loss is that of rank 0, ours of all ranks, in parts: {num_parts}. CPU is the time that the process "
+        "computes, of the rank that has most; in `kept` variants `activation_checkpointing.keep_dequantized` is on. "
+        "Ratios count; absolute times on a shared CPU mean little. "
         "Peaks are those of the rank that has most, in the steps and with loading: "
         + ("that of torch's allocator." if is_cuda() else "the growth of the resident process, loading included."),
         "",
@@ -441,9 +448,9 @@ def format_results(results: dict[str, list[Any]], args: argparse.Namespace) -> s
     return "\n".join(lines) + "\n"
 
 
-def list_variants(base: str) -> list[str]:
+def list_variants(*, keeps_dense: bool) -> list[str]:
     """Return the variants that a base has, but those that are measured by name only."""
-    return [variant for variant in VARIANTS if base == "nf4" or not variant.endswith("kept")]
+    return [variant for variant in VARIANTS if keeps_dense or not variant.endswith("kept")]
 
 
 def main() -> None:
@@ -469,6 +476,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.steps < WARMUP + 2:
         parser.error(f"--steps: got {args.steps}: expected {WARMUP + 2} or more, as {WARMUP} warm up")
+    if args.keep_activations and args.offload:
+        parser.error("--offload: moves what blocks are computed again from; leave out --keep-activations")
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also of the processes that measure
     if args.variant:
@@ -483,7 +492,8 @@ def measure(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         if args.shape == "small":
             save_model(folder)
-        results: dict[str, list[Any]] = {variant: [] for variant in args.variants or list_variants(args.base)}
+        variants = args.variants or list_variants(keeps_dense=args.base == "nf4" and not args.keep_activations)
+        results: dict[str, list[Any]] = {variant: [] for variant in variants}
         for turn in range(args.repeats):
             for variant in results if turn % 2 == 0 else reversed(results):
                 results[variant].append(run(variant, args, folder))

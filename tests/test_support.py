@@ -134,6 +134,7 @@ ATTRIBUTES = {
     "torch: operators": {
         *("_amp_foreach_non_finite_check_and_unscale_", "_foreach_clamp_max_", "_foreach_clamp_min_", "_foreach_copy_"),
         *("_foreach_add_", "_foreach_lerp_", "_foreach_mul_", "_foreach_norm", "_c10d_functional"),
+        *("_unsafe_view",),
     },
     "torch: process groups": {"_dump_fr_trace_json", "_dump_nccl_trace_json", "_set_pg_timeout", "_world"},
     "torch: tensors, modules, autograd, allocator": {

@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 from typing_extensions import override
 
 from lit_fsdp.adapters.layers import ADAPTER, iterate_adapters
 from lit_fsdp.quantization.layers import QuantizedLinear
-from lit_fsdp.quantization.quantize import is_recorded
+from lit_fsdp.quantization.quantize import is_recorded, multiply_once, take_dense
 
 
 class AdaptedLinear(Linear):
@@ -42,10 +43,10 @@ class AdaptedLinear(Linear):
         """Return [..., out] for ``x`` [..., in]."""
         if args or kwargs or self.disable_adapters or self.merged or not self.is_plain() or self._calls_parts():
             return super().forward(x, *args, **kwargs)
-        down, up = (part._parameters["weight"] for part in self._get_parts())
+        down, up = (part.weight for part in self._get_parts())
         scaling: float = self.scaling[ADAPTER]
         dtype = self.compute_dtype or down.dtype
-        is_one_dtype = x.dtype == dtype and not torch.is_autocast_enabled()
+        is_one_dtype = x.dtype == dtype and not torch.is_autocast_enabled(x.device.type)
         if is_one_dtype and not torch.compiler.is_compiling() and self.takes_base():
             return _AddToBase.apply(x, self.base_layer, down, up, scaling)  # type: ignore[no-untyped-call]
         result: Tensor = self.base_layer(x)
@@ -64,7 +65,7 @@ class AdaptedLinear(Linear):
         return (
             not self.lora_variant
             and self.active_adapter in (ADAPTER, [ADAPTER])
-            and all(part is not None and part._parameters["bias"] is None for part in self._get_parts())
+            and all(part is not None and part.bias is None for part in self._get_parts())
         )
 
     def takes_base(self) -> bool:
@@ -74,7 +75,8 @@ class AdaptedLinear(Linear):
             return False
         if type(self.lora_dropout._modules[ADAPTER]) is not nn.Identity:
             return False
-        given = (parameter for parameter in base._parameters.values() if parameter is not None)
+        # As attributes: FSDP1 has plain tensors there in backward, which are no parameters of the module.
+        given = (parameter for parameter in (base.weight, base.bias) if parameter is not None)
         return not any(parameter.requires_grad or isinstance(parameter, DTensor) for parameter in given)
 
     def _get_parts(self) -> tuple[Any, Any]:
@@ -85,10 +87,10 @@ class AdaptedLinear(Linear):
     def _calls_parts(self) -> bool:
         """Whether the modules of the matrices must be called: a hook of somebody, or of FSDP2, which gathers."""
         for part in self._get_parts():
-            if type(part) is not nn.Linear or isinstance(part._parameters["weight"], DTensor):
+            if type(part) is not nn.Linear or isinstance(part.weight, DTensor):
                 if self.compute_dtype is None:  # else there is nothing to gather
                     return True
-            elif part._forward_hooks or part._forward_pre_hooks:
+            elif _has_hooks(part):
                 return True
         return False
 
@@ -101,6 +103,7 @@ def take_over(model: nn.Module) -> None:
 
 
 def _has_hooks(module: nn.Module) -> bool:
+    # Private, seen in torch 2.13: all that ``nn.Module.__call__`` would do for this module besides ``forward``.
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
@@ -112,31 +115,34 @@ class _AddToBase(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, base: nn.Linear, down: Tensor, up: Tensor, scaling: float) -> Tensor:
         ctx.scaling, ctx.base, weight = scaling, base, None
+        has_backward = ctx.needs_input_grad[0]
         if isinstance(base, QuantizedLinear):
             # Not saved for backward: FSDP2 frees the storage of what it has gathered, and fills it again.
             ctx.stored = base.get_stored("weight")
-            result = base.multiply_once(x, ctx.stored, has_backward=ctx.needs_input_grad[0])
+            bias: Any = base.bias
+            bias = None if bias is None else bias.to(x.dtype)
+            result = multiply_once(x, ctx.stored, base.quantization, bias, base.kept, has_backward=has_backward)
         else:
-            weight = base.weight
-            result = linear(x, weight, base.bias)
+            weight = base.weight if has_backward else None
+            result = linear(x, base.weight, base.bias)
         added, low = _add_products(result, x, down, up, scaling, in_place=not is_recorded())
         ctx.save_for_backward(x, low, down, up, weight)
         return added
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads  # [..., out]
         x, low, down, up, weight = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])
-        grad_low, grad_down, grad_up = _find_gradients(rows, x, low, down, up, ctx)
+        grad_low, grad_down, grad_up = _compute_gradients(rows, x, low, (down, up), ctx)
         grad_x = None
         if ctx.needs_input_grad[0]:
             if weight is None:
-                weight = ctx.base.take_dense(ctx.stored, grad.dtype)
+                weight = take_dense(ctx.stored, ctx.base.quantization, ctx.base.kept, grad.dtype)
             grad_x = rows @ weight
-            # Not addmm_, which counters of FLOPs do not know; out has no gradient of its own.
-            out = None if torch.is_grad_enabled() else grad_x
-            grad_x = torch.addmm(grad_x, grad_low, down.to(grad.dtype), out=out).view(x.shape)
+            # Not addmm_, which counters of FLOPs do not know.
+            grad_x = torch.addmm(grad_x, grad_low, down.to(grad.dtype), out=grad_x).view(x.shape)
         return grad_x, None, grad_down, grad_up, None
 
 
@@ -151,11 +157,12 @@ class _AddProducts(torch.autograd.Function):
         return added
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads  # [..., out]
         x, low, down, up = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])
-        grad_low, grad_down, grad_up = _find_gradients(rows, x, low, down, up, ctx)
+        grad_low, grad_down, grad_up = _compute_gradients(rows, x, low, (down, up), ctx)
         grad_x = (grad_low @ down.to(grad.dtype)).view(x.shape) if ctx.needs_input_grad[0] else None
         return grad_x, grad, grad_down, grad_up, None
 
@@ -167,13 +174,15 @@ def _add_products(
     low = x.reshape(-1, x.shape[-1]) @ down.to(x.dtype).t()
     rows = result.reshape(-1, result.shape[-1])
     added = torch.addmm(rows, low, up.to(x.dtype).t(), alpha=scaling, out=rows if in_place else None)
-    return added.view(result.shape), low
+    # No view, which models could not change in place after it came out of a function.
+    return torch.ops.aten._unsafe_view(added, result.shape), low
 
 
-def _find_gradients(
-    rows: Tensor, x: Tensor, low: Tensor, down: Tensor, up: Tensor, ctx: Any
+def _compute_gradients(
+    rows: Tensor, x: Tensor, low: Tensor, matrices: tuple[Tensor, Tensor], ctx: Any
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of ``low`` and of both matrices from that of the sum, [rows, out]."""
+    down, up = matrices
     grad_low = (rows @ up.to(rows.dtype)).mul_(ctx.scaling)
     grad_up = (rows.t() @ low).mul_(ctx.scaling).to(up.dtype) if ctx.needs_input_grad[3] else None
     grad_down = (grad_low.t() @ x.reshape(-1, x.shape[-1])).to(down.dtype) if ctx.needs_input_grad[2] else None

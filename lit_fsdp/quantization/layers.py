@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from lit_fsdp.quantization.groups import GroupedExperts, multiply_groups
 from lit_fsdp.quantization.kernels import load_kernels
-from lit_fsdp.quantization.quantize import Quantization, dequantize, multiply, multiply_once, take_dense
+from lit_fsdp.quantization.quantize import Quantization, dequantize, multiply
 
 ABSMAX, NESTED = "_absmax", "_nested"  # what stands beside the codes of a weight
 
@@ -83,16 +83,6 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
         # Compiled code keeps nothing outside itself, and takes the function of bitsandbytes, which it knows.
         kept = None if torch.compiler.is_compiling() else self.kept
         return multiply(x, *self.get_stored("weight"), self.quantization, bias=bias, kept=kept)
-
-    def multiply_once(self, x: Tensor, stored: tuple[Tensor, Tensor, Tensor | None], *, has_backward: bool) -> Tensor:
-        """Return what ``forward`` does, inside a function whose backward calls ``take_dense`` with the same."""
-        bias: Any = self.bias
-        bias = None if bias is None else bias.to(x.dtype)
-        return multiply_once(x, stored, self.quantization, bias, self.kept, has_backward=has_backward)
-
-    def take_dense(self, stored: tuple[Tensor, Tensor, Tensor | None], dtype: torch.dtype) -> Tensor:
-        """Return the weight [out, in] for a backward: the one that was kept for it, or dequantized again."""
-        return take_dense(stored, self.quantization, self.kept, dtype)
 
     @property
     def W_q(self) -> Tensor:  # noqa: N802

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -256,7 +256,7 @@ def multiply_once(
     *,
     has_backward: bool,
 ) -> Tensor:
-    """Return what :func:`multiply` does, inside a function that has its own backward; see :func:`take_dense`."""
+    """Return what :func:`multiply` does, without a graph; ``has_backward`` says that :func:`take_dense` will follow."""
     codes, absmax, nested = stored
     if kept is not None:
         kept.clear()  # of a step that broke off
@@ -268,9 +268,12 @@ def multiply_once(
         state = _build_state(codes, absmax, nested, x.dtype, settings)
         return load_kernels(_USER).matmul_4bit(x, codes.view(-1, 1), quant_state=state, bias=bias)
     weight = dequantize(codes, absmax, nested, settings, x.dtype)
-    if kept is not None and is_kept:
-        kept.append(weight)
-    return torch.nn.functional.linear(x, weight, bias)
+    if is_kept:
+        cast(list[Tensor], kept).append(weight)
+    rows = torch.nn.functional.linear(x.reshape(-1, x.shape[-1]), weight, bias)
+    # No view, which models could not change in place after it came out of a function.
+    product: Tensor = torch.ops.aten._unsafe_view(rows, (*x.shape[:-1], rows.shape[-1]))
+    return product
 
 
 def take_dense(

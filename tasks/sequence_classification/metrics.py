@@ -17,6 +17,14 @@ from torchmetrics.classification import (
 from lit_fsdp.tasks.sequence_classification.labels import MULTI, REGRESSION, REWARD, SINGLE, ProblemType
 from lit_fsdp.tasks.text.batches import IGNORED
 
+# What says best how good a model is; of each, more is better.
+HEADLINES: dict[ProblemType, str] = {
+    SINGLE: "accuracy_pct",
+    MULTI: "f1_pct",
+    REGRESSION: "pearson",
+    REWARD: "accuracy_pct",
+}
+
 
 def build_metrics(problem: ProblemType, num_labels: int) -> MetricCollection:
     """Return the metrics of a problem by name; values of ``_pct`` are shares, to be multiplied by 100."""

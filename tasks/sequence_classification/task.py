@@ -19,7 +19,7 @@ from lit_fsdp.strategy.batch_split import BatchPart
 from lit_fsdp.tasks.classifier import Classifier, find_head, list_classes, name_classes
 from lit_fsdp.tasks.lr_schedule import LRSchedule
 from lit_fsdp.tasks.sequence_classification.labels import MULTI, REGRESSION, REWARD, SINGLE, ProblemType
-from lit_fsdp.tasks.sequence_classification.metrics import build_metrics, update_metrics
+from lit_fsdp.tasks.sequence_classification.metrics import HEADLINES, build_metrics, update_metrics
 from lit_fsdp.tasks.text.batches import IGNORED, Batch, read_exact
 from lit_fsdp.tasks.text.data import TextData
 from lit_fsdp.tasks.text.tokenizer import get_pad_id
@@ -64,6 +64,8 @@ class SequenceClassification(Classifier, TextTask):
     """
 
     target_name = "samples"
+    headline_metric = HEADLINES[SINGLE]
+    headline_mode = "max"
     example_config = "{model_type: modernbert, hidden_size: 256}"
     kind = CLASSIFIER
 
@@ -135,6 +137,7 @@ class SequenceClassification(Classifier, TextTask):
             got = type(data).__name__
             raise ValueError(f"data: got {got}: its rows have no labels; set LabeledTextData")  # noqa: TRY004
         self.problem_type = getattr(data, "problem_type", None) or SINGLE
+        self.headline_metric = HEADLINES[self.problem_type]
 
     @override
     def read_config(self) -> PreTrainedConfig:

@@ -1,7 +1,9 @@
 """Layers with an adapter compute what peft's do, and on one rank cast their own matrices."""
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lit_fsdp.adapters.inject import add_adapters
 from lit_fsdp.adapters.layers import clean_name, iterate_adapters, switch_off_adapters
 from lit_fsdp.adapters.linear import AdaptedLinear
 from lit_fsdp.adapters.lora import LoRA
+from lit_fsdp.quantization import quantize
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import KeepDequantized, Quantization
 from lit_fsdp.sharding.shard import Sharding, shard_model
@@ -79,6 +82,8 @@ def test_outputs_and_gradients_are_those_of_peft(
         assert error <= (1e-6 if dtype == torch.float32 else 2e-2)
 
 
+aten = torch.ops.aten
+SAVED = (aten.mm, aten.addmm, aten.linear, torch.ops.bitsandbytes.gemm_4bit)
 BASES = {"dense": None, "nf4": Quantization(), "fp4": Quantization(type="fp4"), "int8": Quantization(type="int8")}
 
 
@@ -100,9 +105,14 @@ def build_over(base: str, *, bias: bool, dtype: torch.dtype) -> AdaptedLinear:
 
 
 class Record(TorchDispatchMode):
-    """Sees all operators, as selective recomputation does."""
+    """Counts operators by name, and sees them as selective recomputation does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func.overloadpacket)] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -119,9 +129,10 @@ def test_a_frozen_layer_is_part_of_the_function_of_its_adapter(base: str, dtype:
     def checkpointed(layer: Any, x: Tensor) -> Tensor:
         return checkpoint(layer, x, use_reentrant=False)  # type: ignore[no-any-return]
 
-    def recorded(layer: Any, x: Tensor) -> Tensor:
-        with Record():
-            return layer(x)  # type: ignore[no-any-return]
+    def selective(layer: Any, x: Tensor) -> Tensor:
+        # What is saved here must not be changed in place.
+        contexts = partial(create_selective_checkpoint_contexts, [op.default for op in SAVED])
+        return checkpoint(layer, x, use_reentrant=False, context_fn=contexts)  # type: ignore[no-any-return]
 
     def kept(layer: Any, x: Tensor) -> Tensor:
         contexts = lambda: (nullcontext(), KeepDequantized())  # noqa: E731
@@ -143,13 +154,72 @@ def test_a_frozen_layer_is_part_of_the_function_of_its_adapter(base: str, dtype:
             assert one.dtype == other.dtype == dtype
             assert float((one - other).abs().max() / other.abs().max()) <= (1e-6 if dtype == torch.float32 else 2e-2)
     assert calls == [base]
-    for another in (checkpointed, recorded, kept):
+    for another in (checkpointed, selective, kept):
         same = run(another, layer, 2, 7, width=64)
         assert all(torch.equal(one, other) for one, other in zip(same, found, strict=True)), another
     assert getattr(layer.base_layer, "kept", []) == []
+    with Record() as record:
+        assert torch.equal(run(forward, layer, 2, 7, width=64)[0], found[0])
+    assert record.counts["bitsandbytes.gemm_4bit"] == (base in ("nf4", "fp4"))
 
 
-def test_a_layer_that_trains_or_that_tensor_parallelism_splits_is_called() -> None:
+def test_a_kept_weight_is_dequantized_once_for_recomputation_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, counts = build_over("nf4", bias=False, dtype=torch.float32), []
+    for keeps in (False, True):
+        calls: list[Any] = []
+        original = quantize.dequantize
+        monkeypatch.setattr(quantize, "dequantize", lambda *given, o=original, c=calls: (c.append(1), o(*given))[1])
+        contexts = lambda k=keeps: (nullcontext(), KeepDequantized() if k else nullcontext())  # noqa: E731
+        run(lambda layer, x, c=contexts: checkpoint(layer, x, use_reentrant=False, context_fn=c), layer, 7, width=64)
+        monkeypatch.undo()
+        counts.append(len(calls))
+    assert counts == [3, 2]
+
+
+def test_what_comes_out_may_be_changed_in_place() -> None:
+    for base in BASES:
+        layer = build_over(base, bias=True, dtype=torch.float32)
+        for forward in (AdaptedLinear.forward, Linear.forward):
+            found = run(lambda layer, x, f=forward: f(layer, x).clamp_(-0.5, 0.5), layer, 2, 7, width=64)
+            truth = run(lambda layer, x, f=forward: f(layer, x).clamp(-0.5, 0.5), layer, 2, 7, width=64)
+            assert all(torch.equal(one, other) for one, other in zip(found, truth, strict=True))
+
+
+def test_autocast_on_a_cpu_goes_the_way_of_peft() -> None:
+    layer = build_over("dense", bias=False, dtype=torch.float32)
+
+    def cast(forward: Any) -> Any:
+        def call(layer: Any, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return forward(layer, x)  # type: ignore[no-any-return]
+
+        return call
+
+    found, truth = (run(cast(way), layer, 2, 7, width=64) for way in (AdaptedLinear.forward, Linear.forward))
+    for one, other in zip(found, truth, strict=True):
+        assert one.dtype == other.dtype
+        assert float((one - other).abs().max() / other.abs().max()) <= 2e-2
+
+
+def test_an_input_without_a_gradient_gets_none_and_a_second_derivative_is_refused() -> None:
+    layer = build_over("dense", bias=False, dtype=torch.float32)
+    x = torch.randn(3, 64)
+    layer(x).square().mean().backward()
+    found = [p.grad for p in layer.parameters() if p.requires_grad]
+    layer.zero_grad()
+    Linear.forward(layer, x).square().mean().backward()
+    truth = [p.grad for p in layer.parameters() if p.requires_grad]
+    for one, other in zip(found, truth, strict=True):
+        assert one is not None
+        assert other is not None
+        assert float((one - other).abs().max() / other.abs().max()) <= 1e-6
+    x.requires_grad_(True)
+    (gradient,) = torch.autograd.grad(layer(x).square().mean(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_a_base_that_trains_is_called() -> None:
     layer = build_over("dense", bias=True, dtype=torch.float32)
     layer.base_layer.bias.requires_grad_(True)
     assert not layer.takes_base()

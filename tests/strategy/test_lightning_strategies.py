@@ -33,6 +33,7 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "fsdp2": lambda: FSDP2Strategy(print_plan=False),
     "ddp": DDPStrategy,
     "fsdp": FSDPOnCPU,
+    "fsdp_recomputing": lambda: FSDPOnCPU(activation_checkpointing_policy={LlamaDecoderLayer}),
     "model_parallel": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
     "deepspeed_stage_2": lambda: DeepSpeedOnCPU(stage=2, logging_level=40),
     "deepspeed_stage_3": lambda: DeepSpeedOnCPU(stage=3, logging_level=40),
@@ -120,7 +121,8 @@ STRONG = Optimizer(learning_rate=1e-2, weight_decay=5.0, eps=1e-4)
 )
 def test_losses_and_norms_are_those_of_fsdp2(kind: str, lora: LoRA | None, tmp_path: Path) -> None:
     options = {"lora": lora} if lora is not None else {"optimizer": STRONG} if kind != "speech" else {}
-    compare(["ddp", "fsdp", "model_parallel"], kind, tmp_path, options, {})
+    names = ["ddp", "fsdp", "model_parallel", *["fsdp_recomputing"] * (kind == "text")]
+    compare(names, kind, tmp_path, options, {})
 
 
 @pytest.mark.slow

@@ -78,7 +78,8 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 def _read_adapted(reader: Reader, name: str, module: Any, x: int) -> int:
     tape = reader.tape
-    if hasattr(module, "is_plain") and module.is_plain() and module.takes_base():
+    is_plain = hasattr(module, "is_plain") and module.is_plain()
+    if is_plain and module.takes_base():
         return _read_with_base(reader, name, module, x)
     y = read_linear(reader, name, module.base_layer, x)
     for key, lora_a in module.lora_A.items():
@@ -87,7 +88,7 @@ def _read_adapted(reader: Reader, name: str, module: Any, x: int) -> int:
             raise UnreadableModuleError(name, f"an adapter {'with dora ' * has_lengths}behind a {before.__name__}")
         dropped = tape.add_dropout(x, getattr(module.lora_dropout[key], "p", 0.0))
         low = read_linear(reader, name, lora_a, dropped)
-        if hasattr(module, "is_plain") and module.is_plain():
+        if is_plain:
             y = _read_up(reader, module.lora_B[key], y, low)
             continue
         added = read_linear(reader, name, module.lora_B[key], low)
