@@ -273,6 +273,12 @@ def test_what_else_is_asked_of_a_layer_goes_the_way_of_peft() -> None:
     handle.remove()
     assert torch.allclose(layer(x), hooked, atol=1e-6)
     assert len(seen) == 2
+    of_backward: list[Any] = []
+    handle = layer.lora_B["default"].register_full_backward_hook(lambda *given: of_backward.append(given[2]))
+    layer(x).sum().backward()
+    handle.remove()
+    layer(x).sum().backward()
+    assert len(of_backward) == 1
     with switch_off_adapters(layer):
         assert torch.equal(layer(x), layer.base_layer(x))
     before = layer(x)
