@@ -46,7 +46,9 @@ class AdaptedLinear(Linear):
         down, up = (part.weight for part in self._get_parts())
         scaling: float = self.scaling[ADAPTER]
         dtype = self.compute_dtype or down.dtype
-        is_one_dtype = x.dtype == dtype and not torch.is_autocast_enabled(x.device.type)
+        # By device, which may be meta, of which torch has no autocast to ask for.
+        is_cast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+        is_one_dtype = x.dtype == dtype and not is_cast
         if is_one_dtype and not torch.compiler.is_compiling() and self.takes_base():
             return _AddToBase.apply(x, self.base_layer, down, up, scaling)  # type: ignore[no-untyped-call]
         result: Tensor = self.base_layer(x)

@@ -219,6 +219,18 @@ def test_an_input_without_a_gradient_gets_none_and_a_second_derivative_is_refuse
         gradient.sum().backward()
 
 
+@pytest.mark.parametrize("base", BASES)
+def test_shapes_are_found_without_memory(base: str) -> None:
+    layer = build_over(base, bias=True, dtype=torch.float32).to("meta")
+    x = torch.empty(2, 7, 64, device="meta", requires_grad=True)
+    y = layer(x)
+    assert y.is_meta
+    assert y.shape == (2, 7, 40)
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == x.shape
+
+
 def test_a_base_that_trains_is_called() -> None:
     layer = build_over("dense", bias=True, dtype=torch.float32)
     layer.base_layer.bias.requires_grad_(True)

@@ -155,7 +155,9 @@ class Tape:
         with ``saves_output`` its output.
         """
         wanted = tuple(dict.fromkeys(v for v in inputs if self.needs_grad[v]))
-        is_trained = self._has_graph and bool(wanted or weights)
+        if not self._has_graph:
+            wanted, weights = (), ()
+        is_trained = bool(wanted or weights)
         output = self.add_value(num_bytes, needs_grad=is_trained)
         kept = list(saves) if is_trained else []
         if is_trained and saves_output:
@@ -169,8 +171,8 @@ class Tape:
                 inputs=tuple(inputs),
                 output=output,
                 saves=tuple(kept),
-                gets_grad=wanted if is_trained else (),
-                weights=tuple(weights) if is_trained else (),
+                gets_grad=wanted,
+                weights=tuple(weights),
                 shares_grad=shares_grad,
                 splits_grad=splits_grad,
                 forward_temp=forward_temp,
