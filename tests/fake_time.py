@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lit_fsdp.sharding.gloo_collectives import GlooAllGather, GlooReduceScatter
+
 
 class FakeTime:
     """Stands for the module ``time``, in modules of ours that read the clock: ``patch.setattr(module, "time", fake)``.
@@ -51,3 +53,5 @@ class FakeTime:
 
         for name in ("all_gather_single", "reduce_scatter_single", "all_reduce"):
             patch.setattr(dist, name, make(getattr(dist, name)))
+        for kind in (GlooAllGather, GlooReduceScatter):
+            patch.setattr(kind, "__call__", make(kind.__call__))

@@ -194,17 +194,22 @@ def measure_links(sizes: list[int], backend: Backend, repeats: int, out: Path | 
         options["device_id"] = device
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **options)
     try:
-        timings = measure_fabric(sizes, num_repeats=repeats, device=device)
+        ranks = _describe_ranks(device, backend, repeats)
+        timings = measure_fabric(sizes, num_repeats=repeats, device=device, num_nodes=ranks["num_nodes"])
         if dist.get_rank() == 0:
-            _report(timings, _describe_ranks(device, backend, repeats), out)
+            _report(timings, ranks, out)
     finally:
         dist.destroy_process_group()
 
 
 def _describe_ranks(device: torch.device, backend: Backend, repeats: int) -> dict[str, Any]:
+    num_nodes = torch.tensor(
+        int(os.environ["LOCAL_RANK"] == "0"), device=device
+    )  # nodes may have unequal numbers of ranks
+    dist.all_reduce(num_nodes)
     return {
         "num_ranks": dist.get_world_size(),
-        "num_nodes": dist.get_world_size() // int(os.environ["LOCAL_WORLD_SIZE"]),
+        "num_nodes": int(num_nodes),
         "backend": backend,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "torch": torch.__version__,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Literal, get_args
 
@@ -13,7 +14,9 @@ import torch
 import torch.distributed as dist
 
 from lit_fsdp.profiling.clock import Clock
+from lit_fsdp.sharding.gloo_collectives import choose_collectives
 from lit_fsdp.sharding.low_bit import LowBitAllGather, LowBitReduceScatter
+from lit_fsdp.sharding.torch_internals import AllGather, ReduceScatter
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
@@ -37,6 +40,13 @@ def count_wire_bytes(collective: Traffic | LowBit, num_bytes: int, num_ranks: in
     ``num_bytes`` is the full size: what comes out of a gather, what goes into a reduction.
     """
     return (2 if collective == "all_reduce" else 1) * (num_ranks - 1) / num_ranks * num_bytes
+
+
+def count_full_bytes(comm: AllGather | ReduceScatter | None, full: torch.Tensor, num_ranks: int) -> int:
+    """Return what a communication of FSDP2 sends for a buffer, at full size."""
+    if isinstance(comm, LowBitAllGather | LowBitReduceScatter):
+        return comm.count_bytes(full, num_ranks)
+    return full.nbytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,14 +76,25 @@ class Line:
     worst_pct: float | None
 
 
-def measure_fabric(sizes: Sequence[int], *, num_repeats: int, device: torch.device) -> list[Timing]:
-    """Time every collective at every size. All ranks of the default process group must call it.
+def measure_fabric(sizes: Sequence[int], *, num_repeats: int, device: torch.device, num_nodes: int) -> list[Timing]:
+    """Time every collective at every size, as a run uses it. All ranks of the default process group must call it.
 
     Repeats follow each other directly, on the same memory, after a few that do not count. Sizes are full ones in
-    bytes of float32, rounded up so that all ranks get equal parts.
+    bytes of float32, rounded up so that all ranks get equal parts. ``num_nodes`` is over how many the ranks are spread.
     """
+    gather, reduce = choose_collectives(dist.get_world_size(), num_nodes) if device.type == "cpu" else (None, None)
+    calls: dict[Measured, Callable[[torch.Tensor], int]] = {
+        "all_gather": partial(_gather, gather),
+        "reduce_scatter": partial(_reduce_scatter, reduce),
+        "all_reduce": _all_reduce,
+        "gather_bits_8": partial(_gather, LowBitAllGather()),
+        "reduce_bits_16": partial(_reduce_scatter, LowBitReduceScatter(16)),
+        "reduce_bits_8": partial(_reduce_scatter, LowBitReduceScatter(8)),
+    }
     return [
-        _time_collective(collective, size, num_repeats, device) for collective in MEASURED for size in sorted(sizes)
+        _time_collective(collective, calls[collective], size, num_repeats, device)
+        for collective in MEASURED
+        for size in sorted(sizes)
     ]
 
 
@@ -102,18 +123,18 @@ def fit_line(timings: Sequence[Timing]) -> Line | None:
     )
 
 
-def _time_collective(collective: Measured, size: int, num_repeats: int, device: torch.device) -> Timing:
+def _time_collective(
+    collective: Measured, call: Callable[[torch.Tensor], int], size: int, num_repeats: int, device: torch.device
+) -> Timing:
     num_ranks = dist.get_world_size()
-    num_own = max(-(-size // (num_ranks * _ELEMENT_BYTES)), 1)
-    full = torch.zeros(num_own * num_ranks, device=device)
-    own = torch.zeros(num_own, device=device)
-    num_bytes, clock = _call(collective, full, own), Clock(device)
+    full = torch.zeros(num_ranks, max(-(-size // (num_ranks * _ELEMENT_BYTES)), 1), device=device)
+    num_bytes, clock = call(full), Clock(device)
     for _ in range(2):  # the first has made connections
-        _call(collective, full, own)
+        call(full)
     _wait_for_all(device)
     marks = [clock.mark()]
     for _ in range(num_repeats):
-        _call(collective, full, own)
+        call(full)
         marks.append(clock.mark())
     seconds = [clock.measure_s(begin, end) for begin, end in pairwise(marks)]
     medians, lows, highs = _gather_seconds([statistics.median(seconds), min(seconds), max(seconds)], device)
@@ -127,25 +148,34 @@ def _time_collective(collective: Measured, size: int, num_repeats: int, device: 
     )
 
 
-def _call(collective: Measured, full: torch.Tensor, own: torch.Tensor) -> int:
-    """Run a collective once, and return the bytes that it sends, at full size."""
-    num_ranks, group = dist.get_world_size(), dist.group.WORLD
-    assert group is not None
-    if collective == "gather_bits_8":
-        gather = LowBitAllGather()
-        gather(full, own, group)
-        return gather.count_bytes(full, num_ranks)
-    if collective in ("reduce_bits_16", "reduce_bits_8"):
-        reduce = LowBitReduceScatter(16 if collective == "reduce_bits_16" else 8)
-        reduce(own, full, group, dist.ReduceOp.AVG)
-        return reduce.count_bytes(full, num_ranks)
-    if collective == "all_gather":
-        dist.all_gather_single(full, own)
-    elif collective == "reduce_scatter":
-        dist.reduce_scatter_single(own, full)
+def _gather(comm: AllGather | None, full: torch.Tensor) -> int:
+    """Gather into [ranks, numbers], of which a row is this rank's, as FSDP2 does; return the bytes, at full size."""
+    own = full[dist.get_rank()]
+    if comm is None:
+        dist.all_gather_single(full.view(-1), own)
     else:
-        dist.all_reduce(full)
-    return full.numel() * _ELEMENT_BYTES
+        comm(full.view(-1), own, _get_world())
+    return count_full_bytes(comm, full, dist.get_world_size())
+
+
+def _reduce_scatter(comm: ReduceScatter | None, full: torch.Tensor) -> int:
+    """Reduce and scatter [ranks, numbers], likewise, into memory of its own."""
+    own = torch.empty_like(full[0])
+    if comm is None:
+        dist.reduce_scatter_single(own, full.view(-1), op=dist.ReduceOp.AVG)
+    else:
+        comm(own, full.view(-1), _get_world(), dist.ReduceOp.AVG)
+    return count_full_bytes(comm, full, dist.get_world_size())
+
+
+def _all_reduce(full: torch.Tensor) -> int:
+    dist.all_reduce(full)
+    return full.nbytes
+
+
+def _get_world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
 
 
 def _wait_for_all(device: torch.device) -> None:

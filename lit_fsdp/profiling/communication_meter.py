@@ -30,9 +30,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from lit_fsdp.profiling.clock import Clock, Mark
-from lit_fsdp.profiling.collectives import TRAFFIC, Collective, Traffic, count_wire_bytes
+from lit_fsdp.profiling.collectives import TRAFFIC, Collective, Traffic, count_full_bytes, count_wire_bytes
 from lit_fsdp.profiling.replaced_calls import ReplacedMethod, make_stand_in, watch_layers
-from lit_fsdp.sharding.low_bit import LowBitAllGather, LowBitReduceScatter
 from lit_fsdp.sharding.sequence import watch_exchanges
 from lit_fsdp.sharding.tensor_parallel import get_split_shape
 
@@ -334,7 +333,7 @@ class _Probe:
 
     def _run_gather(self, comm: Any, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         num_ranks = output_tensor.numel() // input_tensor.numel()
-        num_bytes = _count_bytes(comm, output_tensor, num_ranks)
+        num_bytes = count_full_bytes(comm, output_tensor, num_ranks)
         call = self._meter.begin_call(self.name, "all_gather", num_bytes, num_ranks)
         work = comm(output_tensor, input_tensor, *args, **kwargs)
         if call is not None:
@@ -346,7 +345,7 @@ class _Probe:
 
     def _run_scatter(self, comm: Any, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         num_ranks = input_tensor.numel() // output_tensor.numel()
-        num_bytes = _count_bytes(comm, input_tensor, num_ranks)
+        num_bytes = count_full_bytes(comm, input_tensor, num_ranks)
         call = self._meter.begin_call(self.name, "reduce_scatter", num_bytes, num_ranks)
         result = comm(output_tensor, input_tensor, *args, **kwargs)
         if call is not None:
@@ -408,12 +407,6 @@ class _Probe:
         if gather is not None and gather.need is None:
             gather.need = self._meter.mark() if need is None else need
         run()
-
-
-def _count_bytes(comm: Any, full: Tensor, num_ranks: int) -> int:
-    """Return what a communication sends for a buffer, at full size."""
-    is_packed = isinstance(comm, LowBitAllGather | LowBitReduceScatter)
-    return comm.count_bytes(full, num_ranks) if is_packed else full.nbytes
 
 
 def _sum_calls(unit: str, collective: Traffic, calls: Sequence[_Call]) -> UnitCommunication:

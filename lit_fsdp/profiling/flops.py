@@ -154,8 +154,8 @@ def _is_foreign(name: str) -> bool:
     return "." in name and namespace not in _WITHOUT_PRODUCTS
 
 
-# Namespaces of torch that are no work of the model: collectives, profiling.
-_ELSEWHERE = {"fsdp", "c10d", "_c10d_functional", "profiler", "higher_order", "prim"}
+# Namespaces that are no work of the model: collectives, profiling.
+_ELSEWHERE = {"fsdp", "c10d", "_c10d_functional", "lit_fsdp_c10d", "profiler", "higher_order", "prim"}
 _WITHOUT_PRODUCTS = _ELSEWHERE | {"aten", "prims", "symm_mem"}
 _WITHOUT_VALUES = ("aten.empty", "aten.new_empty", "aten._unsafe_view", "aten.detach", "aten.lift_fresh")
 

@@ -15,7 +15,7 @@ from lit_fsdp.sharding.torch_internals import make_finished_work
 
 def is_collective_of_gloo(operator: Any, args: tuple[Any, ...]) -> bool:
     """Whether an operator with these arguments sends tensors on the CPU to other processes."""
-    if operator.namespace != "c10d":
+    if operator.namespace not in ("c10d", "lit_fsdp_c10d"):
         return False
     groups = [dist.ProcessGroup.unbox(arg) for arg in args if _is_boxed(arg, dist.ProcessGroup)]
     is_on_cpu = any(isinstance(arg, Tensor) and arg.device.type == "cpu" for arg in tree_leaves(args))

@@ -26,6 +26,8 @@ _OPERATORS: Mapping[str, tuple[Traffic, int]] = {
     "c10d::reduce_scatter_": ("reduce_scatter", 1),
     "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
     "c10d::reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "lit_fsdp_c10d::all_gather": ("all_gather", 0),  # of gloo_collectives.py, as the next
+    "lit_fsdp_c10d::reduce_scatter": ("reduce_scatter", 1),
     "c10d::alltoall_base_": ("all_to_all", 1),
     "c10d::broadcast_": ("all_gather", 0),  # along a ring all but one rank send all of it
     "_c10d_functional::all_reduce": ("all_reduce", 0),

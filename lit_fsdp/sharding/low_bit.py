@@ -21,11 +21,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
-
-# Not handed on by torch.distributed.fsdp, seen in torch 2.13 to 2.15; ``set_custom_all_gather`` takes nothing else.
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from typing_extensions import override
 
+from lit_fsdp.sharding.torch_internals import AllGather, ReduceScatter
 from lit_fsdp.sharding.wrap import Unit
 
 GatherBits = Literal[8]

@@ -11,10 +11,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as _AllGather
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as _ReduceScatter
 
 # Drop it, with what uses it, when FSDP2 ends a forward that fails.
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
+
+# Nothing else is taken by ``set_custom_all_gather`` and ``set_custom_reduce_scatter``.
+AllGather = _AllGather
+ReduceScatter = _ReduceScatter
 
 # The memory-efficient kernel of GPUs, the only one for float32, takes grouped heads; drop it when we need 2.14.
 SHARES_HEADS_IN_FLOAT32: bool = torch.__version__ >= "2.14"

@@ -43,6 +43,7 @@ from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
 from lit_fsdp.sharding.buffers import has_statistics_of_ranks, sync_buffers
 from lit_fsdp.sharding.cpu_offload import CPUOffload
 from lit_fsdp.sharding.float8 import Float8, convert_linears
+from lit_fsdp.sharding.gloo_collectives import replace_collectives
 from lit_fsdp.sharding.low_bit import compare_crossing
 from lit_fsdp.sharding.mesh import DataRanks, Mesh, MeshSizes, build_mesh, make_module_mesh
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
@@ -500,6 +501,12 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
             has_changing_lengths=getattr(getattr(module.trainer, "datamodule", None), "has_changing_lengths", False),
             show=show,
         )
+        knows_nodes = self.num_processes * self.num_nodes == self.world_size  # not under Ray, which places ranks itself
+        if self.root_device.type == "cpu" and self.mesh_sizes.num_shards > 1 and knows_nodes:
+            sharding = self.settings.sharding
+            replace_collectives(
+                module, self.num_nodes, gathers=sharding.gather_bits is None, reduces=sharding.reduce_bits is None
+            )
         warn_of_hooks(module)
         limited = _list_limited(module)
         if limited := [n for n in limited if isinstance(module.get_parameter(f"{n}.weight"), DTensor)]:

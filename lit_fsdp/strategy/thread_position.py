@@ -16,11 +16,13 @@ from torch.distributed import distributed_c10d
 # Private, seen in torch 2.13 to 2.15: what stands in the stack while a unit is gathered or reduced.
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
+from lit_fsdp.sharding import gloo_collectives, low_bit
 from lit_fsdp.strategy.roll_call import wait_until
 
 _OURS = str(Path(__file__).parents[1])
 _STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
+_COLLECTIVES = (gloo_collectives.__file__, low_bit.__file__)  # called by FSDP2
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 # What a thread does, by the first frame from inside that is in one of these files.
 _ACTIVITIES = (
@@ -44,7 +46,7 @@ class Position:
         place: The line that tells most: the user's, else the innermost one.
         activity: Such as ``data loading``; ``None`` if the stack does not say.
         unit: The FSDP unit whose parameters are gathered or reduced there.
-        call: The function of ``torch.distributed`` it is in.
+        call: The function of ``torch.distributed`` it is in, or what stands for it between CPUs.
     """
 
     place: str
@@ -109,7 +111,7 @@ def _find_place(frames: list[FrameType]) -> str:
 
 def _is_standard(frame: FrameType) -> bool:
     path = frame.f_code.co_filename
-    if path == wait_until.__code__.co_filename:
+    if path in (wait_until.__code__.co_filename, *_COLLECTIVES):
         return True
     return path.startswith("<") or (path.startswith(_STANDARD) and not path.startswith(_INSTALLED))
 
@@ -136,5 +138,8 @@ def _find_unit(frame: FrameType) -> str | None:
 
 def _find_call(frames: list[FrameType]) -> str | None:
     # Not further out: what is called from there, such as a hook, is somebody else's.
-    near = [f.f_code.co_name for f in frames[:6] if f.f_code.co_filename == distributed_c10d.__file__]
-    return next((name for name in near if not name.startswith("_")), None)
+    for file in (gloo_collectives.__file__, distributed_c10d.__file__):  # the first calls the second
+        near = [f.f_code.co_name for f in frames[:6] if f.f_code.co_filename == file]
+        if (name := next((name for name in near if not name.startswith("_")), None)) is not None:
+            return name
+    return None

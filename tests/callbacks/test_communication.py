@@ -229,7 +229,7 @@ def fit_twice_and_fail(folder: Path) -> None:
         trainer.fit(task, Rows(64, batch_size=1))
     for module in task.modules():
         for group in getattr(getattr(module, "_get_fsdp_state", lambda: None)(), "_fsdp_param_groups", ()):
-            assert type(group._all_gather_comm).__name__ == "DefaultAllGather"
+            assert type(group._all_gather_comm).__name__ == "GlooAllGather"
 
 
 @pytest.mark.full

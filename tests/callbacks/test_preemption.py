@@ -233,7 +233,8 @@ def test_micro_batches_and_steps_make_no_other_collective_than_the_notes(model: 
 
         def counted(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             is_note = name == "all_gather_single" and kwargs.get("async_op") and tensor.dtype == torch.float64
-            counts[name] += is_note or name == "broadcast"
+            # FSDP2 gathers over gloo by asynchronous broadcasts.
+            counts[name] += is_note or (name == "broadcast" and not kwargs.get("async_op"))
             return call(tensor, *args, **kwargs)
 
         return counted

@@ -61,7 +61,7 @@ def test_one_size_or_times_that_do_not_grow_have_no_line() -> None:
 
 
 def measure() -> None:
-    timings = measure_fabric([3000, 10], num_repeats=3, device=torch.device("cpu"))
+    timings = measure_fabric([3000, 10], num_repeats=3, device=torch.device("cpu"), num_nodes=1)
     assert [timing.collective for timing in timings] == [kind for kind in MEASURED for _ in range(2)]
     # Rounded up to 4 bytes for each of 3 ranks; then in blocks of 260 bytes for 256 numbers, and in 2 bytes each.
     assert [timing.num_bytes for timing in timings] == [*[12, 3000] * 3, 780, 780, 6, 1500, 780, 780]

@@ -14,16 +14,25 @@ from training import EVEN, TIED, UNEVEN, Rows, build_task, build_trainer, save_m
 
 from lit_fsdp import ActivationCheckpointing, CPUOffload, FSDP2Strategy, Mesh, MixedPrecision, Sharding
 from lit_fsdp.adapters.lora import LoRA
-from lit_fsdp.profiling.collectives import Collective
+from lit_fsdp.profiling.collectives import COLLECTIVES, Collective
 from lit_fsdp.profiling.communication_meter import CommunicationMeter, StepCommunication
 from lit_fsdp.profiling.expected_communication import estimate_bytes, estimate_collectives
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.sharding.wrap import Wrap, plan_module
 from ranks import run_ranks
 
+KINDS: dict[str, Collective] = {
+    "_allgather_base_": "all_gather",
+    "all_gather": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter": "reduce_scatter",
+    "alltoall_base_": "reduce_scatter",
+    "allreduce_": "all_reduce",
+}
+
 
 class Counting(TorchDispatchMode):
-    """Counts the collectives that are issued inside it, and their bytes, by operator and by size of what comes out."""
+    """Counts the collectives that are issued inside it, and their bytes, by kind and by size of what comes out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,12 +41,13 @@ class Counting(TorchDispatchMode):
         self.scalars: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
+        if "c10d" in func.namespace:
             name = func.overloadpacket.__name__
-            full = args[1] if name == "_reduce_scatter_base_" else args[0]
+            kind = KINDS.get(name, name)
+            full = args[1] if kind == "reduce_scatter" else args[0]
             full = full[0] if isinstance(full, list | tuple) else full
-            (self.scalars if full.numel() <= 2 else self.counts)[name] += 1
-            self.num_bytes[name] += full.nbytes if full.numel() > 2 else 0
+            (self.scalars if full.numel() <= 2 else self.counts)[kind] += 1
+            self.num_bytes[kind] += full.nbytes if full.numel() > 2 else 0
         return func(*args, **(kwargs or {}))
 
 
@@ -67,13 +77,6 @@ class CountSteps(pl.Callback):
             self.measured += self.meter.take()
 
 
-OPERATORS: dict[Collective, str] = {
-    "all_gather": "_allgather_base_",
-    "reduce_scatter": "_reduce_scatter_base_",
-    "all_reduce": "allreduce_",
-}
-
-
 def count_and_compare(
     folder: Path,
     strategy: dict[str, Any],
@@ -95,15 +98,12 @@ def count_and_compare(
     }
     expected = estimate_collectives(fsdp2.plan, fsdp2.settings.sharding, **sizes)
     counts = counter.counting.counts
-    operators = dict(OPERATORS)
-    if fsdp2.settings.sharding.reduce_bits is not None:
-        operators["reduce_scatter"] = "alltoall_base_"
-    assert counts["_allgather_base_"] == expected.gathers
-    assert counts[operators["reduce_scatter"]] == expected.reduce_scatters
-    assert counts["allreduce_"] == expected.all_reduces
-    assert set(counts) <= set(operators.values())
+    assert counts["all_gather"] == expected.gathers
+    assert counts["reduce_scatter"] == expected.reduce_scatters
+    assert counts["all_reduce"] == expected.all_reduces
+    assert set(counts) <= set(COLLECTIVES)
     # Beside them: the sum of losses and targets, and the gradient norm.
-    assert counter.counting.scalars == {"allreduce_": 2}
+    assert counter.counting.scalars == {"all_reduce": 2}
     dtypes = fsdp2.precision_plugin.mixed_precision
     units = estimate_bytes(task, fsdp2.plan, fsdp2.settings.sharding, dtypes, **sizes)
     by_kind = {
@@ -112,12 +112,12 @@ def count_and_compare(
         "all_reduce": {unit.unit: unit.all_reduce_step for unit in units},
     }
     assert [step.tag for step in counter.measured] == [1, 2]
-    for kind, operator in operators.items():
+    for kind in COLLECTIVES:
         predicted = {unit: size for unit, size in by_kind[kind].items() if size}
-        assert sum(predicted.values()) == counter.counting.num_bytes[operator], kind
+        assert sum(predicted.values()) == counter.counting.num_bytes[kind], kind
         for step in counter.measured:
             assert {u.unit: u.num_bytes for u in step.units if u.collective == kind} == predicted
-            assert step.add_up(kind).calls == counts[operator]
+            assert step.add_up(kind).calls == counts[kind]
 
 
 CASES: dict[str, tuple[dict[str, Any], int, int, int]] = {
@@ -180,7 +180,7 @@ def reduce_two_dtypes() -> None:
     plan = plan_module(layers, Wrap(policy="module_classes", module_classes=["*Linear"]))
     units = estimate_bytes(layers, plan, Sharding(), MixedPrecision(), num_shards=2)
     assert [unit.reduce_scatter_step for unit in units] == [72 * 4, 72 * 2]
-    assert counting.num_bytes["_reduce_scatter_base_"] == 72 * 4 + 72 * 2
+    assert counting.num_bytes["reduce_scatter"] == 72 * 4 + 72 * 2
 
 
 def test_without_a_dtype_of_reduction_each_unit_sends_that_of_its_parameters() -> None:

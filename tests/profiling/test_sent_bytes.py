@@ -1,7 +1,5 @@
 """Bytes of collectives, whoever starts them, against closed forms and FSDP2's own meter."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +8,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lit_fsdp.profiling.communication_meter import CommunicationMeter
+from lit_fsdp.profiling.flops import WorkCounter
 from lit_fsdp.profiling.sent_bytes import SentBytes
+from lit_fsdp.sharding.gloo_collectives import replace_collectives
 from ranks import run_ranks
 
 
@@ -64,19 +64,23 @@ def test_the_reducer_of_ddp_is_seen_in_backward() -> None:
     run_ranks(body)
 
 
-def test_collectives_of_fsdp2_are_those_of_its_meter(tmp_path: Path) -> None:
+@pytest.mark.parametrize("replaces", [False, True])
+def test_collectives_of_fsdp2_are_those_of_its_meter(replaces: bool) -> None:
     def body() -> None:
         torch.manual_seed(0)
         model = Stack(num_blocks=2)
         for block in model.blocks:
             fully_shard(block)
         fully_shard(model)
+        if replaces:
+            replace_collectives(model, 1, gathers=True, reduces=True)
         run_step(model)
         meter = CommunicationMeter(model, torch.device("cpu"))
         meter.attach()
         meter.resume()
-        with SentBytes() as sent:
+        with SentBytes() as sent, WorkCounter() as counter:
             run_step(model)
+        assert counter.flops.uncounted == ()
         meter.end_step(1)
         (step,) = meter.take(wait=True)
         for kind in ("all_gather", "reduce_scatter"):

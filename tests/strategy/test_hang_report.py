@@ -147,7 +147,7 @@ def test_a_rank_that_sleeps_is_named_with_what_it_does(folder: Path) -> None:
     assert (first.code, second.code) == (0, 0), first.err + second.err
     assert read_lines(second.err) == []  # rank 0 says it for all
     lines = read_lines(first.err)
-    gathers = "all_gather_single of unit model.model.embed_tokens"
+    gathers = "all_gather of unit model.model.embed_tokens"
     expected = (
         ("barrier", "step 0 in training", "in setup"),
         (gathers, "step 1 in training_step", "in training_step"),
@@ -198,9 +198,9 @@ def test_a_rank_that_skips_a_unit_is_told_from_the_others(folder: Path) -> None:
     first, _ = fork_ranks(*options("skip"), *sizes, meanwhile=end)
     line = read_lines(first.err)[-1]
     # The one that rank 1 has skipped, and what it does instead.
-    waits = r"rank 0 in all_gather_single of unit model.model.layers.1, rank 1 in reduce_scatter_single of unit model"
+    waits = r"rank 0 in all_gather of unit model.model.layers.1, rank 1 in reduce_scatter of unit model"
     assert re.match(rf"hang: ranks have waited \d+ s in different collectives: {waits}", line)
-    assert re.search(r"collective \d+ of their group was the first to differ: gloo:all_gather .* on rank 0", line)
+    assert re.search(r"collective \d+ of their group was the first to differ: gloo:broadcast .* on rank 0", line)
 
 
 @pytest.mark.parametrize(
