@@ -36,9 +36,8 @@ def all_gather(output: Tensor, boxed_group: Any) -> None:
     """Fill ``output``, of which each rank has its part already."""
     group = dist.ProcessGroup.unbox(boxed_group)
     parts = output.view(group.size(), -1).unbind()
-    works = [dist.broadcast(part, group=group, group_src=rank, async_op=True) for rank, part in enumerate(parts)]
-    for work in works:
-        assert work is not None
+    # Methods of the group, as torch's functions around them take longer than small shards do.
+    for work in [group.broadcast(part, rank) for rank, part in enumerate(parts)]:
         work.wait()
 
 
@@ -48,7 +47,7 @@ def reduce_scatter(output: Tensor, full: Tensor, boxed_group: Any, is_mean: bool
     group = dist.ProcessGroup.unbox(boxed_group)
     received = torch.empty(group.size(), output.numel(), dtype=full.dtype)
     # As bytes: gloo does not exchange bfloat16.
-    dist.all_to_all_single(received.view(-1).view(torch.uint8), full.view(torch.uint8), group=group)
+    group.alltoall_base(received.view(-1).view(torch.uint8), full.view(torch.uint8), [], []).wait()
     first, second, *others = received.unbind()
     torch.add(first, second, out=output)
     for part in others:

@@ -233,8 +233,7 @@ def test_micro_batches_and_steps_make_no_other_collective_than_the_notes(model: 
 
         def counted(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             is_note = name == "all_gather_single" and kwargs.get("async_op") and tensor.dtype == torch.float64
-            # FSDP2 gathers over gloo by asynchronous broadcasts.
-            counts[name] += is_note or (name == "broadcast" and not kwargs.get("async_op"))
+            counts[name] += is_note or name == "broadcast"
             return call(tensor, *args, **kwargs)
 
         return counted
