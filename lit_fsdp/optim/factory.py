@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lit_fsdp.optim.adafactor import Adafactor
+from lit_fsdp.optim.adamw import AdamW
 from lit_fsdp.optim.adamw_8bit import AdamW8bit
 
 OptimizerName = Literal["adamw", "adamw_8bit", "adamw_8bit_paged", "adafactor"]
@@ -125,7 +126,7 @@ def build_optimizer(
         return Adafactor(groups, lr=rate)
     options: dict[str, Any] = {"lr": rate, "betas": settings.betas, "eps": settings.eps}
     if settings.name == "adamw":
-        return torch.optim.AdamW(groups, **options, fused=_choose_fused(settings.fused, is_scaled=is_scaled))
+        return AdamW(groups, **options, fused=_choose_fused(settings.fused, is_scaled=is_scaled))
     return AdamW8bit(groups, **options, is_paged=settings.name == "adamw_8bit_paged")
 
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lit_fsdp.optim.adamw import AdamW
 from lit_fsdp.optim.adamw_8bit import AdamW8bit
 from lit_fsdp.sharding.grad_clipping import compute_norms, group_gradients, scale_gradients
 from lit_fsdp.sharding.torch_internals import UnitInternals, call_after_backward, list_units, to_local
@@ -31,7 +32,8 @@ from lit_fsdp.sharding.torch_internals import UnitInternals, call_after_backward
 # What they do to a parameter depends on no other. Subclasses may do anything.
 _OPTIMIZERS = (
     *(torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.SGD),
-    *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.ASGD, torch.optim.RMSprop, torch.optim.Rprop, AdamW8bit),
+    *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.ASGD, torch.optim.RMSprop, torch.optim.Rprop),
+    *(AdamW, AdamW8bit),
 )
 # Of how many units gradients may wait in host memory to be added to those of the micro-batches before.
 _MAX_ADDITIONS = 2
