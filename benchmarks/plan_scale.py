@@ -111,7 +111,13 @@ IN_NAME = {
     "units": [(64, 10, 32), (64, 100, 32), (64, 1000, 32)],
     "parameters": [(64, 10, 256), (64, 10, 512), (64, 10, 1024)],
 }
-REAL_WORK = {"start": "start of a run, to its first step", "step": "step", "save": "save", "load": "load"}
+REAL_WORK = {
+    "start": "start of a run, to its first step",
+    "first": "first step",
+    "step": "later steps",
+    "save": "save",
+    "load": "load",
+}
 NAME_WORK = {"shard": "shard and fill", "step": "step", "plan": "plan, closed form", "trace": "plan, exact trace"}
 LINEAR = 1.15  # a steeper growth is marked
 Point = tuple[int, int, int]
@@ -167,7 +173,8 @@ def train_real(units: int, width: int, folder: Path) -> dict[str, float]:
     marks = found.pop("marks")
     steps = [b - a for a, b in pairwise(marks)]
     parameters = sum(p.numel() for p in task.parameters())
-    return {**found, "start": marks[0] - begin, "step": statistics.median(steps[1:]), "parameters": parameters}
+    times = {"start": marks[0] - begin, "first": steps[0], "step": statistics.median(steps[1:])}
+    return {**found, **times, "parameters": parameters}
 
 
 def work_in_name(ranks: int, units: int, width: int) -> dict[str, float]:
