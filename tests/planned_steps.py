@@ -84,7 +84,11 @@ def trace(
                 batch,
                 dtypes=read_precision(precision),
                 compute_loss=lambda batch: module.step(batch),  # noqa: PLW0108  looked up when it is sharded
-                build_optimizer=lambda: build_optimizer(module.parameters(), optimizer or Optimizer()),
+                build_optimizer=lambda: build_optimizer(
+                    module.parameters(),
+                    optimizer or Optimizer(),
+                    is_scaled=read_precision(precision).needs_loss_scaling,
+                ),
                 step_name="step",
                 ranks_per_node=world_size,
                 num_micro_batches=num_micro_batches,

@@ -126,11 +126,12 @@ def build_optimizer(
         return Adafactor(groups, lr=rate)
     options: dict[str, Any] = {"lr": rate, "betas": settings.betas, "eps": settings.eps}
     if settings.name == "adamw":
-        return AdamW(groups, **options, fused=_choose_fused(settings.fused, is_scaled=is_scaled))
+        return AdamW(groups, **options, fused=choose_fused(settings.fused, is_scaled=is_scaled))
     return AdamW8bit(groups, **options, is_paged=settings.name == "adamw_8bit_paged")
 
 
-def _choose_fused(fused: bool | None, *, is_scaled: bool) -> bool:
+def choose_fused(fused: bool | None, *, is_scaled: bool) -> bool:
+    """Return whether one kernel steps all parameters; a ``ValueError`` says that it cannot."""
     if is_scaled and fused:
         raise ValueError(
             "optimizer.fused: got true: it cannot skip a step whose float16 gradients overflow; leave it out"

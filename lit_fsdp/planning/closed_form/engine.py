@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lit_fsdp.optim.adamw_8bit import BLOCK_SIZE, is_8bit
-from lit_fsdp.optim.factory import Optimizer
+from lit_fsdp.optim.factory import Optimizer, choose_fused
 from lit_fsdp.planning.closed_form.model_reader import ModelReader
 from lit_fsdp.planning.closed_form.reader import Reader, UnreadableModuleError
 from lit_fsdp.planning.closed_form.step_walk import Moment, UnitSizes, Walk, WalkSettings
@@ -111,7 +111,9 @@ def estimate_step(
     tape = _read_model(model, settings, micro_batch, device_type)
     own = sum(count_shard_bytes(module, unit, shards) for unit in units)
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
-    state, temporary = _measure_optimizer(parameters, model.optimizer, shards, device_type=device_type)
+    state, temporary = _measure_optimizer(
+        parameters, model.optimizer, shards, is_scaled=model.dtypes.needs_loss_scaling
+    )
     on_device = settings.cpu_offload is None
     whole = list_whole(module, ranks.world_size, not on_device, policy.param_dtype, settings.sharding)
     sharded = {name: parameter for name, parameter in parameters.items() if parameter not in whole}
@@ -248,24 +250,22 @@ def _find_last(names: Sequence[str], module: str) -> str:
 
 
 def _measure_optimizer(
-    parameters: Mapping[str, nn.Parameter], optimizer: Optimizer, num_shards: int, *, device_type: str
+    parameters: Mapping[str, nn.Parameter], optimizer: Optimizer, num_shards: int, *, is_scaled: bool
 ) -> tuple[int, int]:
     """Return the bytes of the state of one rank, and what a step needs besides."""
-    state, largest, total, casts = 0, 0, 0, 0
+    state, largest, casts = 0, 0, 0
     for parameter in parameters.values():
         if not parameter.requires_grad:
             continue
         local, size = pad_numel(parameter, num_shards) // num_shards, parameter.element_size()
         state += FLOAT32 + _count_state(parameter, local, optimizer)
         largest = max(largest, local * FLOAT32)
-        total += local * size
         casts += local * FLOAT32 if size != FLOAT32 else 0
     if optimizer.name == "adafactor":
         return state, casts + 2 * largest
-    if optimizer.name != "adamw" or optimizer.fused is not False:
+    if optimizer.name != "adamw" or choose_fused(optimizer.fused, is_scaled=is_scaled):
         return state, 0
-    # Without the fused kernel: the square roots of all second means at once on a GPU, of one after another elsewhere.
-    return state, total if device_type == "cuda" else 2 * largest
+    return state, 2 * largest  # the square root of a second mean, and what is made of it, one parameter after another
 
 
 def _count_state(parameter: torch.Tensor, local: int, optimizer: Optimizer) -> int:

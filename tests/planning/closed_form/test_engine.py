@@ -2,7 +2,8 @@ from typing import Any
 
 import pytest
 import torch
-from closed_form_models import SMALL, Model, compare, estimate_lm
+from closed_form_models import SMALL, Model, compare, estimate_lm, make_rows
+from planned_steps import trace
 from transformers import AutoConfig, AutoModelForImageClassification
 
 from lit_fsdp.adapters.inject import add_adapters
@@ -171,6 +172,16 @@ def test_the_peak_is_within_3_percent_of_the_exact_trace(model: dict[str, Any], 
 )
 def test_units_are_counted_when_they_are_there_and_reduced_once(model: dict[str, Any], options: dict[str, Any]) -> None:
     run_ranks(compare, model, options, 0.002, world_size=1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", [{"optimizer": Optimizer(fused=False)}, {"precision": "16-mixed"}], ids=str)
+def test_a_loop_over_parameters_needs_memory_for_one_at_a_time(options: dict[str, Any]) -> None:
+    # The embedding's, on GPUs too; float16 skips steps, which the fused kernel cannot.
+    traced = trace(Model(vocab_size=16000), make_rows(1, 128, ""), device_type="cuda", **options).memory.peak
+    estimated = estimate_lm(Model(vocab_size=16000), length=128, device_type="cuda", **options).peak
+    assert traced.phase == estimated.phase == "optimizer"
+    assert estimated.num_bytes == pytest.approx(traced.num_bytes, rel=0.005)
 
 
 def test_a_unit_is_reduced_in_the_dtype_of_its_own_parameters() -> None:
