@@ -203,9 +203,8 @@ def measure_links(sizes: list[int], backend: Backend, repeats: int, out: Path | 
 
 
 def _describe_ranks(device: torch.device, backend: Backend, repeats: int) -> dict[str, Any]:
-    num_nodes = torch.tensor(
-        int(os.environ["LOCAL_RANK"] == "0"), device=device
-    )  # nodes may have unequal numbers of ranks
+    # Added up, as nodes may have unequal numbers of ranks.
+    num_nodes = torch.tensor(int(os.environ["LOCAL_RANK"] == "0"), device=device)
     dist.all_reduce(num_nodes)
     return {
         "num_ranks": dist.get_world_size(),

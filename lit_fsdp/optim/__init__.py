@@ -1,7 +1,8 @@
 """Optimizers whose state is sharded with the parameters, so that checkpoints reshard it."""
 
 from lit_fsdp.optim.adafactor import Adafactor
+from lit_fsdp.optim.adamw import AdamW
 from lit_fsdp.optim.adamw_8bit import AdamW8bit
 from lit_fsdp.optim.factory import Optimizer, build_optimizer
 
-__all__ = ["Adafactor", "AdamW8bit", "Optimizer", "build_optimizer"]
+__all__ = ["Adafactor", "AdamW", "AdamW8bit", "Optimizer", "build_optimizer"]

@@ -15,7 +15,10 @@ from typing_extensions import override
 
 
 class AdamW(torch.optim.AdamW):
-    """AdamW, which updates each number by itself, so that a shard needs no other. State and results are torch's."""
+    """AdamW, which updates each number by itself, so that a shard needs no other. State and results are torch's.
+
+    Args as there. Without ``fused`` and ``foreach`` torch chooses as for plain tensors: on GPUs ``foreach``.
+    """
 
     # Private, seen in torch 2.13 to 2.15: fills lists of parameters, gradients and state, which are then updated.
     @override

@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as _Redu
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
-# Nothing else is taken by ``set_custom_all_gather`` and ``set_custom_reduce_scatter``.
+# Nothing else is taken by ``set_custom_all_gather`` and ``set_custom_reduce_scatter``. Bound here to be imported.
 AllGather = _AllGather
 ReduceScatter = _ReduceScatter
 

@@ -138,7 +138,7 @@ def _find_unit(frame: FrameType) -> str | None:
 
 def _find_call(frames: list[FrameType]) -> str | None:
     # Not further out: what is called from there, such as a hook, is somebody else's.
-    for file in (gloo_collectives.__file__, distributed_c10d.__file__):  # the first calls the second
+    for file in (gloo_collectives.__file__, distributed_c10d.__file__):  # for some reductions, ours call torch's
         near = [f.f_code.co_name for f in frames[:6] if f.f_code.co_filename == file]
         if (name := next((name for name in near if not name.startswith("_")), None)) is not None:
             return name
