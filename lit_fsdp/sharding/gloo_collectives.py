@@ -12,7 +12,6 @@ a ring for sure only where each rank has a node of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -60,10 +59,6 @@ class GlooAllGather(AllGather):
     """Each rank broadcasts its part, in place. It is over when it returns."""
 
     @override
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    @override
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
@@ -75,10 +70,6 @@ class GlooAllGather(AllGather):
 
 class GlooReduceScatter(ReduceScatter):
     """Each rank sends the others their parts, and adds up what it gets."""
-
-    @override
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     @override
     def __call__(

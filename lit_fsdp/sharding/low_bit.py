@@ -12,7 +12,7 @@ Otherwise ranks would compute with different weights. The shards, which the opti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
 
@@ -100,10 +100,6 @@ class LowBitAllGather(AllGather):
         self.bits = bits
 
     @override
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    @override
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
@@ -125,10 +121,6 @@ class LowBitReduceScatter(ReduceScatter):
 
     def __init__(self, bits: ReduceBits) -> None:
         self.bits = bits
-
-    @override
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     @override
     def __call__(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -18,10 +18,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as _Redu
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
-# Nothing else is taken by ``set_custom_all_gather`` and ``set_custom_reduce_scatter``. Bound here to be imported.
-AllGather = _AllGather
-ReduceScatter = _ReduceScatter
-
 # The memory-efficient kernel of GPUs, the only one for float32, takes grouped heads; drop it when we need 2.14.
 SHARES_HEADS_IN_FLOAT32: bool = torch.__version__ >= "2.14"
 # FSDP2 lets go of a unit's last gradient only once all are reduced: a name in a loop. Drop it when we need 2.15.
@@ -29,6 +25,21 @@ KEEPS_LAST_GRADIENT: bool = torch.__version__ < "2.15"
 # For ``checkpoint``: hooks on saved tensors do not see what selective mode keeps. Otherwise 2.14 warns, and says that a
 # later release will show it to them; always pass it when we need 2.14.
 HIDES_KEPT_OUTPUTS: dict[str, Any] = {"respect_saved_tensors_hooks": False} if torch.__version__ >= "2.14" else {}
+
+
+class _TakesMemory:
+    """Takes buffers from torch's allocator."""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class AllGather(_TakesMemory, _AllGather):
+    """What ``set_custom_all_gather`` takes."""
+
+
+class ReduceScatter(_TakesMemory, _ReduceScatter):
+    """What ``set_custom_reduce_scatter`` takes."""
 
 
 def set_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:
