@@ -10,6 +10,8 @@ loaded, as is a changed byte in a small file, and with ``verify`` "full" in any 
 from __future__ import annotations
 
 import dataclasses
+import gc
+import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -63,6 +65,22 @@ _COPY_AHEAD_BYTES = 10_000_000  # torch's default
 T = TypeVar("T")
 
 
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Pause Python's search for garbage, except beside training: many parameters are many objects that are in use.
+
+    It grows faster than they do: each search goes through all of them again.
+    """
+    pauses = gc.isenabled() and threading.current_thread() is threading.main_thread()
+    if pauses:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if pauses:
+            gc.enable()
+
+
 def get_trained_state(model: nn.Module) -> dict[str, Any]:
     """Return this rank's shards of all parameters that train, and all buffers but those of quantized weights."""
     fixed = {f"{name}.{key}" for name, layer in iterate_quantized(model) for key, _ in layer.named_buffers()}
@@ -82,6 +100,7 @@ def join_states(
     return {name: to_plain(part, name, copies=False) for name, part in state.items()}
 
 
+@_without_garbage_collection()
 def save_checkpoint(
     path: Location,
     state: dict[str, Any],
@@ -151,6 +170,7 @@ def save_checkpoint(
         agree(finish, group)
 
 
+@_without_garbage_collection()
 def load_checkpoint(
     path: Location,
     model: nn.Module,

@@ -1,6 +1,8 @@
 """A checkpoint is whole or not there, and is the same model and optimizer at any number of ranks."""
 
 import enum
+import gc
+import threading
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,6 +180,32 @@ def test_a_save_that_fails_keeps_the_older_checkpoint(tmp_path: Path, monkeypatc
     assert load_checkpoint(path, Stack()) == {"epoch": 1}
     save_stack(path, meta={"epoch": 3})  # what the failure left is no obstacle
     assert load_checkpoint(path, Stack()) == {"epoch": 3}
+
+
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_garbage_is_not_searched_for_in_a_save_and_is_beside_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_beside: bool
+) -> None:
+    searches: list[bool] = []
+
+    def fail(*_: Any, **__: Any) -> None:
+        searches.append(gc.isenabled())
+        raise OSError("disk full")
+
+    monkeypatch.setattr("lit_fsdp.checkpoint.sharded.save", fail)
+
+    def save() -> None:
+        with pytest.raises(OSError, match="disk full"):
+            save_checkpoint(tmp_path / "a.ckpt", join_states(Stack().state_dict(), []), meta={})
+
+    if is_beside:
+        thread = threading.Thread(target=save)
+        thread.start()
+        thread.join()
+    else:
+        save()
+    assert searches == [is_beside]
+    assert gc.isenabled()
 
 
 def test_what_a_newer_torch_wrote_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """The timeline of a step on streams whose work takes as long as it is told: compute waits only where nothing helps."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lit_fsdp import ActivationCheckpointing, Mesh, MixedPrecision, Wrap
+from lit_fsdp import ActivationCheckpointing, Mesh, MixedPrecision, Sharding, Wrap
 from lit_fsdp.sharding.mesh import build_mesh
 from lit_fsdp.sharding.parallelize import shard_module
 from lit_fsdp.sharding.settings import Settings
@@ -23,12 +23,25 @@ NUM_BLOCKS, WIDTH, ROWS = 6, 16, 4
 PRODUCTS_OF_A_BLOCK = 2  # in forward; backward has two for each, but for the first of the step one
 # In the time that a block takes in forward; its backward takes twice that.
 GATHER, REDUCE, COPY_OF_INPUT = 0.75, 0.75, 0.5
+NUM_PARAMETERS = 4 * WIDTH * (WIDTH + 1)  # of a block
+
+
+class UnequalBlock(Block):
+    """Has as much to compute as any, and more to send: as a layer of experts, of which a token uses few."""
+
+    def __init__(self, extra: int) -> None:
+        super().__init__(WIDTH)
+        self.extra = nn.Parameter(torch.zeros(extra))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x)
+        return out + self.extra.sum()
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, extras: Sequence[int]) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(NUM_BLOCKS))
+        self.blocks = nn.ModuleList(UnequalBlock(extra) if extra else Block(WIDTH) for extra in extras)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -72,7 +85,9 @@ class Timeline(TorchDispatchMode):
             stream.clock_s += 1 / PRODUCTS_OF_A_BLOCK
         elif "allgather" in name or "reduce_scatter" in name:
             assert stream is not self.compute
-            took_s = GATHER if "allgather" in name else REDUCE
+            gathers = "allgather" in name
+            num_parameters = args[0].numel() if gathers else args[1].numel()
+            took_s = (GATHER if gathers else REDUCE) * num_parameters / NUM_PARAMETERS
             stream.clock_s = self.link_s = max(self.link_s, stream.clock_s) + took_s
         elif name == "copy_" and {find_place(args[0]), find_place(args[1])} == {"host", "device"} and is_async(args):
             assert stream is not self.compute
@@ -117,12 +132,12 @@ def keep_time() -> Iterator[Timeline]:
             yield timeline
 
 
-def run_step(*, prefetches: bool = True, **settings: Any) -> Timeline:
-    """Return the timeline of the second step."""
+def run_step(*, prefetches: bool = True, extras: Sequence[int] = (0,) * NUM_BLOCKS, **settings: Any) -> Timeline:
+    """Return the timeline of the second step, of a model whose blocks have so many parameters more."""
     device = torch.device("cuda", torch.cuda.current_device())
-    chosen = Settings(wrap=Wrap(module_classes=["Block"]), **settings)
+    chosen = Settings(wrap=Wrap(module_classes=["Block", "UnequalBlock"]), **settings)
     with torch.device("meta"):
-        model = Model()
+        model = Model(extras)
     mesh = build_mesh(Mesh(), device_type="cuda", world_size=2, ranks_per_node=2)
     shard_module(model, chosen, dtypes=MixedPrecision(), mesh=mesh, device=device)
     if not prefetches:
@@ -154,6 +169,23 @@ def compare() -> None:
     # Gathered behind the reduction of the unit before instead of ahead of it: compute waits for both, block by block.
     late = run_step(prefetches=False).waits
     assert [wait.took_s for wait in late[1:-1]] == pytest.approx([GATHER + REDUCE] * (NUM_BLOCKS - 1))
+    # The reduction of a large block is longer than the backward of the small one behind it: with one buffer compute
+    # waits for its end there, with two only for the last one of the step.
+    num_large = NUM_BLOCKS // 2
+    extras, backward_s = (0, 2 * NUM_PARAMETERS) * num_large, 4 / PRODUCTS_OF_A_BLOCK
+    one, two = (
+        run_step(extras=extras, sharding=Sharding(reshard_after_forward=False, reduce_scatter_max_input_buffers=n))
+        for n in (1, 2)
+    )
+    too_long_s = 3 * REDUCE - backward_s
+    assert one.computed_s == two.computed_s
+    assert [wait.took_s for wait in one.waits[-num_large - 1 :]] == pytest.approx([too_long_s] * num_large + [REDUCE])
+    assert len(two.waits) == len(one.waits) - num_large
+    assert end_step(one) - end_step(two) == pytest.approx((num_large - 1) * too_long_s)
+
+
+def end_step(timeline: Timeline) -> float:
+    return timeline.waits[-1].begin_s + timeline.waits[-1].took_s
 
 
 @pytest.mark.full(after=1)
