@@ -318,7 +318,7 @@ class MemoryTrace(TorchDispatchMode):
         if name.startswith("fsdp.all_gather_copy_in"):
             shards, output = args[0], args[1]
             unit = next((b.unit for t in shards if (b := self._find(t)) and b.kind == "parameters"), self._unit)
-            copied = sum(b.num_bytes for t in shards if (b := self._find(t)) and b.is_on_host)
+            copied = self._count_on_host(shards)
             for tensor in (*shards, output):
                 self._mark(tensor, "communication", unit)
         elif name.startswith("fsdp.chunk_cat"):
@@ -331,12 +331,20 @@ class MemoryTrace(TorchDispatchMode):
             for tensor in tree_iter(args[0]):
                 if isinstance(tensor, Tensor):  # gradients are views of it, unless their dtype is another
                     self._mark_reduced(tensor)
-        elif name == "aten.copy_.default" and (source := self._find(args[1])) and source.kind == "activations":
-            if source.is_on_host:
+        elif name == "aten.copy_.default" and (source := self._find(args[1])):
+            copied = self._count_on_host(args[1:2])  # the one shard of a parameter, into its gathered form
+            if source.kind == "activations" and source.is_on_host:
                 self._mark(args[0], "activations", source.unit)
-        elif name.startswith("aten._to_copy") and any(block is self._find(args[0]) for block in self._arriving):
-            self._mark_reduced(out)  # cast to the dtype of the parameters
+            elif source.kind == "communication":  # gradients of which there is one shard are reduced by a copy
+                self._mark_reduced(args[0])
+        elif name.startswith("aten._to_copy"):
+            copied = self._count_on_host(args[:1])
+            if any(block is self._find(args[0]) for block in self._arriving):
+                self._mark_reduced(out)  # cast to the dtype of the parameters
         return copied
+
+    def _count_on_host(self, shards: Sequence[Tensor]) -> int:
+        return sum(b.num_bytes for t in shards if (b := self._find(t)) and b.kind == "parameters" and b.is_on_host)
 
     def _mark_packed(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:

@@ -113,11 +113,6 @@ def _trace_short(step: PlannedStep, stacks: Sequence[Stack]) -> TracedStep | Non
 
 def _trace(step: PlannedStep, *, marked: Sequence[str] = ()) -> TracedStep:
     module, strategy = step.module, step.strategy
-    if strategy.settings.cpu_offload is not None and step.ranks.resolve(strategy.settings.mesh).num_shards == 1:
-        raise ConfigError(
-            "exact: offload with one shard cannot be traced yet, as the shard is the whole; leave exact, search or "
-            "offload out, or use --devices 2"
-        )
     enter_dry_run: Callable[..., AbstractContextManager[None]]
     enter_dry_run = getattr(module, "enter_dry_run", lambda _: nullcontext())
     name = type(module).__name__.removeprefix("FSDP")

@@ -55,6 +55,12 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"vocab_size": 300, "num_hidden_layers": 4},
         {"world_size": 2, "precision": "bf16-mixed", "rows": 2, "length": 128, "cpu_offload": CPUOffload()},
     ),
+    # The one shard of a parameter is copied, not gathered.
+    ({"num_hidden_layers": 4}, {"rows": 2, "length": 256, "cpu_offload": CPUOffload()}),
+    (
+        {"mode": "nf4"},
+        {"precision": "bf16-true", "length": 128, "device_type": "cuda", "cpu_offload": CPUOffload()},
+    ),
     # One expert for all tokens, and no window in the place of one of 0.
     (
         {"family": "qwen2_moe", "hidden_size": 512, "moe_intermediate_size": 256, "num_experts": 8}
@@ -134,7 +140,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     ({"hidden_size": 384}, {"world_size": 4, "length": 64, "sharding": Sharding(reduce_bits=16)}),
 ]
-QUICK = (0, 10, -2, -1)  # run by default
+QUICK = (0, 8, 12, -2, -1)  # run by default
 
 
 @pytest.mark.full(after=1)
