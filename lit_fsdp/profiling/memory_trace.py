@@ -314,14 +314,19 @@ class MemoryTrace(TorchDispatchMode):
         Returns:
             Bytes of copies on the device of what is taken for host memory.
         """
-        name, copied = str(func), 0
+        name = str(func)
         if name.startswith("fsdp.all_gather_copy_in"):
             shards, output = args[0], args[1]
             unit = next((b.unit for t in shards if (b := self._find(t)) and b.kind == "parameters"), self._unit)
             copied = self._count_on_host(shards)
             for tensor in (*shards, output):
                 self._mark(tensor, "communication", unit)
-        elif name.startswith("fsdp.chunk_cat"):
+            return copied
+        if name in ("aten.copy_.default", "aten._to_copy.default"):
+            source, made = (args[1], args[0]) if name == "aten.copy_.default" else (args[0], out)
+            self._mark_copy(source, made)
+            return self._count_on_host([source])  # of which there is one shard, so that nothing is gathered
+        if name.startswith("fsdp.chunk_cat"):
             self._mark(kwargs["out"] if "out" in kwargs else args[3], "communication", self._unit)
         elif name.startswith("profiler._record_function_exit"):  # such as of FSDP2's reduction
             self._move_arriving()
@@ -331,17 +336,16 @@ class MemoryTrace(TorchDispatchMode):
             for tensor in tree_iter(args[0]):
                 if isinstance(tensor, Tensor):  # gradients are views of it, unless their dtype is another
                     self._mark_reduced(tensor)
-        elif name == "aten.copy_.default" and (source := self._find(args[1])):
-            copied = self._count_on_host(args[1:2])  # the one shard of a parameter, into its gathered form
-            if source.kind == "activations" and source.is_on_host:
-                self._mark(args[0], "activations", source.unit)
-            elif source.kind == "communication":  # gradients of which there is one shard are reduced by a copy
-                self._mark_reduced(args[0])
-        elif name.startswith("aten._to_copy"):
-            copied = self._count_on_host(args[:1])
-            if any(block is self._find(args[0]) for block in self._arriving):
-                self._mark_reduced(out)  # cast to the dtype of the parameters
-        return copied
+        return 0
+
+    def _mark_copy(self, source: Tensor, made: Tensor) -> None:
+        block = self._find(source)
+        if block is None:
+            return
+        if block.kind == "activations" and block.is_on_host:
+            self._mark(made, "activations", block.unit)
+        elif block.kind == "communication" or any(block is other for other in self._arriving):
+            self._mark_reduced(made)  # where there is one shard; or cast to the dtype of the parameters
 
     def _count_on_host(self, shards: Sequence[Tensor]) -> int:
         return sum(b.num_bytes for t in shards if (b := self._find(t)) and b.kind == "parameters" and b.is_on_host)
