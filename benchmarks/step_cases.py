@@ -6,13 +6,13 @@ import json
 import re
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 LEARNING_RATE = 1e-4
 LORA_RANK = 16
-_LLAMA: dict[str, dict[str, int]] = {
+_TEXT_MODELS: dict[str, dict[str, Any]] = {
     # Rows of whole blocks of 64, so that ours quantizes them all, too.
     "tiny": {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 8}
     | {"num_attention_heads": 4, "num_key_value_heads": 4},
@@ -22,6 +22,9 @@ _LLAMA: dict[str, dict[str, int]] = {
     | {"num_attention_heads": 32, "num_key_value_heads": 8},
     "1gb": {"vocab_size": 32768, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 14}
     | {"num_attention_heads": 16, "num_key_value_heads": 16},
+    "experts": {"vocab_size": 4096, "hidden_size": 512, "moe_intermediate_size": 256, "num_hidden_layers": 4}
+    | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "num_experts": 32, "num_experts_per_tok": 4}
+    | {"model_type": "qwen3_moe", "initializer_range": 0.05},  # so that a loss shows what experts learned
 }
 _VIT: dict[str, dict[str, int]] = {
     "tiny": {"image_size": 16, "patch_size": 8, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -49,7 +52,10 @@ class Case:
         variants: Who trains it; ratios are to the first.
         batch: Rows of a rank and step, by size of the machine; ``length`` likewise, of a row of text.
         adapters: What is trained of the model; ``None`` all of it.
-        model: Which Llama; ``None`` goes by the size of the machine.
+        targets: Of the adapters, by the names of peft.
+        is_rounded: Whether weights are rounded to NF4 first, so that quantization, then without its second level,
+            changes none: stock libraries leave fused experts in full, and must compute the same.
+        model: Which language model; ``None`` takes a Llama by the size of the machine.
         ranks: ``None`` takes those that are asked for.
         num_steps: Instead of those that are asked for.
     """
@@ -60,6 +66,8 @@ class Case:
     batch: dict[Size, int]
     length: dict[Size, int]
     adapters: Adapters | None = None
+    targets: dict[str, Any] = field(default_factory=lambda: {"target_modules": "all-linear"})
+    is_rounded: bool = False
     model: str | None = None
     ranks: int | None = None
     num_steps: int | None = None
@@ -70,8 +78,13 @@ _TEXT: dict[str, Any] = {
     "batch": {"tiny": 1, "cpu": 1, "cuda": 2},
     "length": {"tiny": 16, "cpu": 128, "cuda": 2048},
 }
-_LEAST: dict[str, Any] = _TEXT | {"batch": {"tiny": 1, "cpu": 1, "cuda": 1}, "length": dict.fromkeys(_LLAMA, 16)}
+_LEAST: dict[str, Any] = _TEXT | {"batch": {"tiny": 1, "cpu": 1, "cuda": 1}, "length": dict.fromkeys(_TEXT_MODELS, 16)}
 _NO_LENGTH: dict[str, Any] = {"length": {}}
+_EXPERTS: dict[str, Any] = _TEXT | {"model": "experts", "ranks": 1, "variants": ("stock", "ours"), "is_rounded": True}
+_EXPERTS["targets"] = {
+    "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+}
 CASES = {
     "full": Case(title="Text, all weights", variants=("plain", *_OURS, *_LIGHTNING, *_HF, "trl"), **_TEXT),
     "no_compute": Case(
@@ -86,6 +99,10 @@ CASES = {
         title="Text, QLoRA on one rank", variants=("stock", *_OURS, "hf_trainer"), adapters="qlora", ranks=1, **_TEXT
     ),
     "qlora": Case(title="Text, QLoRA", variants=("accelerate", *_OURS), adapters="qlora", **_TEXT),
+    "experts_lora": Case(title="Text, LoRA on fused experts, one rank", adapters="lora", **_EXPERTS),
+    "experts_qlora": Case(
+        title="Text, QLoRA on fused experts (in full for stock), one rank", adapters="qlora", **_EXPERTS
+    ),
     "vit": Case(
         title="Vision transformer",
         kind="image",
@@ -120,21 +137,28 @@ def build_case(case: Case, size: Size, num_rows: int, folder: Path) -> None:
     elif case.kind == "image":
         rows = _build_images(size, num_rows, folder)
     else:
-        rows = _build_text(_LLAMA[case.model or size], case.length[size], num_rows, folder)
+        rows = _build_text(case, size, num_rows, folder)
     torch.save(rows, folder / "rows.pt")
 
 
-def _build_text(sizes: dict[str, int], length: int, num_rows: int, folder: Path) -> Any:
+def _build_text(case: Case, size: Size, num_rows: int, folder: Path) -> Any:
     import torch
     from tokenizers import Tokenizer, models
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    config = LlamaConfig(**sizes, max_position_embeddings=4096, bos_token_id=1, eos_token_id=2, pad_token_id=None)
-    LlamaForCausalLM(config).save_pretrained(folder)
+    sizes = {"model_type": "llama", **_TEXT_MODELS[case.model or size]}
+    ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes, max_position_embeddings=4096, **ends))
+    if case.is_rounded:
+        from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+        for matrix in (p for p in model.parameters() if p.dim() > 1):
+            matrix.data = dequantize_4bit(*quantize_4bit(matrix.data, quant_type="nf4"))
+    model.save_pretrained(folder)
     words = {f"w{i}": i for i in range(sizes["vocab_size"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", eos_token="w2").save_pretrained(folder)
-    ids = torch.randint(sizes["vocab_size"], (num_rows, length))
+    ids = torch.randint(sizes["vocab_size"], (num_rows, case.length[size]))
     return [{"input_ids": row, "labels": row} for row in ids]
 
 

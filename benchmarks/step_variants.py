@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +56,9 @@ class Run:
 
     def start_memory(self) -> None:
         """Begin to measure memory: what a run needs is imported, and there is no model yet."""
-        if self.case.kind == "text":
-            import transformers.models.llama.modeling_llama
-        elif self.case.kind == "image":
-            import transformers.models.vit.modeling_vit  # noqa: F401
+        if self.case.kind != "speech":
+            name = json.loads((self.folder / "config.json").read_text())["model_type"]
+            import_module(f"transformers.models.{name}.modeling_{name}")
         if self.case.adapters:
             import peft  # noqa: F401
         Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
@@ -123,7 +123,7 @@ class Run:
             given["quantization_config"] = BitsAndBytesConfig(
                 load_in_4bit=True,
                 bnb_4bit_quant_type="nf4",
-                bnb_4bit_use_double_quant=True,
+                bnb_4bit_use_double_quant=not self.case.is_rounded,
                 bnb_4bit_compute_dtype=torch.float32,
             )
             given["device_map"] = {"": device or get_device()}
@@ -133,7 +133,7 @@ class Run:
         if self.case.adapters:
             from peft import LoraConfig, get_peft_model
 
-            settings = LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules="all-linear")
+            settings = LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, **self.case.targets)
             model = get_peft_model(model, settings)
             check_adapters(fill_adapters(model.named_parameters()))
         return model
@@ -223,7 +223,7 @@ def run_plain(run: Run) -> float:
     backend = "nccl" if device.type == "cuda" else "gloo"
     if NUM_RANKS > 1:
         dist.init_process_group(backend)
-    elif run.case.adapters != "qlora":  # which FSDP2 cannot shard as bitsandbytes stores it
+    elif "stock" not in run.case.variants:  # a loop without FSDP2, which cannot shard what bitsandbytes stores
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     run.start_memory()
     model = run.load_model().to(device)
@@ -281,9 +281,9 @@ def run_ours(run: Run, **options: Any) -> float:
     settings: dict[str, Any] = {"pretrained": str(run.folder), "lr_scheduler": LRSchedule(type="constant")}
     settings["optimizer"] = Optimizer(learning_rate=LEARNING_RATE, weight_decay=0.0)
     if run.case.adapters:
-        settings["lora"] = LoRA(r=LORA_RANK, alpha=2 * LORA_RANK)
+        settings["lora"] = LoRA(r=LORA_RANK, alpha=2 * LORA_RANK, **run.case.targets)
     if run.case.adapters == "qlora":
-        settings["quantization"] = Quantization()
+        settings["quantization"] = Quantization(double_quant=not run.case.is_rounded)
     task: Any = {
         "text": CausalLM,
         "image": lambda **given: ImageClassification(head="keep", num_classes=100, **given),

@@ -6,6 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from models import dequantize_model
 from peft import get_peft_model
 from torch import Tensor, nn
 from training import (
@@ -20,11 +21,13 @@ from training import (
     gather_weights,
     make_rows,
 )
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.adapters.lora import LoRA
+from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
+from lit_fsdp.weights.load import load_weights, materialize
 from ranks import run_ranks
 
 # Rows of 64 and 192 weights make blocks; 32, 67 and 192 rows on 3 ranks make uneven shards.
@@ -89,6 +92,17 @@ def load_stock(folder: Path, quantization: Quantization | None) -> nn.Module:
             bnb_4bit_compute_dtype=torch.float32,
         )
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+
+
+def save_dequantized(folder: Path, base: Path, quantization: Quantization) -> Path:
+    """Write in full the weights that a quantized model computes with."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base))
+    quantize_model(model, quantization)
+    materialize(model, torch.device("cpu"))
+    load_weights(model, base)
+    dequantize_model(model, load_stock(base, None)).save_pretrained(folder)
+    return folder
 
 
 def train_plainly(folder: Path, start: dict[str, Tensor], quantization: Quantization | None, lora: LoRA) -> Result:
