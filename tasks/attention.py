@@ -119,10 +119,18 @@ def chooses_tokens(model: nn.Module) -> bool:
     return any(word in type(module).__name__ for module in model.modules() for word in ("Indexer", "Compressor"))
 
 
-def describe_attention(name: str) -> str:
-    """Say what an implementation does with packed rows, given its name for Transformers."""
+def describe_attention(name: str, device: torch.device, precision: str) -> str:
+    """Say what an implementation does with packed rows.
+
+    Args:
+        name: For Transformers.
+        device: Where it computes.
+        precision: Of the Trainer.
+    """
     if name == _NAMES["sdpa"]:
-        return f"{VARLEN}: varlen_attn of torch on GPUs in half precision, else sdpa of one document after another"
+        if device.type == "cuda" and "16" in precision and not is_before_flash(device):
+            return f"{VARLEN}: varlen_attn of torch, and what it does not take one document after another"
+        return f"{VARLEN}: sdpa of one document after another"
     if name == _NAMES["eager"]:
         return f"{VARLEN}: eager attention of one document after another, as the model has no sdpa"
     return f"{name} with a mask of the row length squared"

@@ -119,7 +119,8 @@ class TextTask(PretrainedTask):
             needs_one_graph=compile_settings is not None and compile_settings.fullgraph,
         )
         if self.attention == "auto" and self._is_packed:
-            rank_zero_info(f"attention: auto: {describe_attention(name)}")
+            found = describe_attention(name, strategy.root_device, str(self.trainer.precision))
+            rank_zero_info(f"attention: auto: {found}")
         return model
 
     @property
