@@ -282,6 +282,21 @@ class Rows(pl.LightningDataModule):
         return build_train_loader(rows, batch_size=2, collate=collate, shuffle=False, trainer=self.trainer)
 
 
+class PaddedRows(pl.LightningDataModule):
+    """Batches of other lengths in each step, padded on the right."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(0)
+        rows = []
+        for i in range(32):
+            length = 12 + 3 * (i // 2)  # of both rows of a batch; the second is shorter by one
+            ids = torch.randint(3, 60, (length,), generator=generator)
+            mask = torch.arange(length) < length - i % 2
+            labels = torch.where(mask, ids, -100)
+            rows.append({"input_ids": ids, "labels": labels, "attention_mask": mask.long()})
+        return build_train_loader(rows, batch_size=2, collate=collate, shuffle=False, trainer=self.trainer)
+
+
 class CountGraphs(pl.Callback):
     """How many graphs there are after each step."""
 
@@ -292,12 +307,12 @@ class CountGraphs(pl.Callback):
         self.after_step.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-def fit_rows(folder: Path, out: Path, task: dict[str, Any], strategy: dict[str, Any]) -> None:
+def fit_rows(folder: Path, out: Path, task: dict[str, Any], strategy: dict[str, Any], data: Any = Rows) -> None:
     pl.seed_everything(0)
     recorder, graphs = Recorder(), CountGraphs()
     trainer = build_trainer(FSDP2Strategy(print_plan=False, **strategy), callbacks=[recorder, graphs], max_steps=6)
     module = build_task(folder, **task)
-    trainer.fit(module, Rows())
+    trainer.fit(module, data())
     recorder.result.weights = gather_weights(module)
     if trainer.is_global_zero:
         torch.save({**vars(recorder.result), "num_graphs": graphs.after_step}, out)
@@ -331,6 +346,27 @@ def test_runs_without_a_mask_learn_as_those_with_one(name: str, tmp_path: Path) 
         assert "compile" not in strategy or graphs[-1]
         results.append(Result(**found))
     assert len(results[1].losses) == 6
+    assert results[1].losses[-1] != results[1].losses[0]
+    differences = list_differences(*results)
+    assert max(differences.values()) <= TOLERANCE, differences
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("task", [{}, NF4], ids=["full", "adapters over 4 bits"])
+def test_padded_rows_of_changing_lengths_compile_twice_at_most_and_learn_the_same(
+    task: dict[str, Any], tmp_path: Path
+) -> None:
+    torch.manual_seed(1)
+    build_language_model("llama", "cpu").save_pretrained(tmp_path)
+    results = []
+    for strategy in ({"compile": Compile(backend="aot_eager")}, {}):
+        out = tmp_path / f"{len(results)}.pt"
+        run_ranks(fit_rows, tmp_path, out, task, {**FULL, **strategy}, PaddedRows, world_size=1)
+        found = torch.load(out)
+        graphs = found.pop("num_graphs")
+        assert graphs == [graphs[0], *[2 * graphs[0]] * 5]  # for the first length alone, then for any
+        assert bool(graphs[0]) == ("compile" in strategy)
+        results.append(Result(**found))
     assert results[1].losses[-1] != results[1].losses[0]
     differences = list_differences(*results)
     assert max(differences.values()) <= TOLERANCE, differences
