@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All that needs a GPU, on one machine, in 40 minutes by estimate: the tests, then what is measured. Pages are dated, in benchmarks/results.
+# All that needs a GPU, on one machine, in 48 minutes by estimate: the tests, then what is measured. Pages are dated, in benchmarks/results.
 #
 #     benchmarks/gpu.sh                  # everything
 #     benchmarks/gpu.sh tests memory     # some parts
@@ -16,6 +16,8 @@
 # two_ranks     1    two ranks on one card through gloo: no measure of speed
 # packed        2    packed rows of 16,384 tokens with a mask, without one, and by flex attention: memory and time
 # steps         7    a language model and a vision transformer beside a plain loop over FSDP2 and the Trainer of Transformers
+# records       8    LoRA at the shape of an 8B model, rows of 4,096 tokens without recomputation, compiled too, and TRL where it is installed; then
+#                    QLoRA, adapters of experts and speech beside stock on one rank
 # speed         1    steps of optimizers
 #
 # A part is interrupted after twice its minutes, at most nine and a half; tests then still say what failed. Goes on where a part or a piece of
@@ -28,7 +30,7 @@ results=${RESULTS:-benchmarks/results}
 device=${DEVICE:-cuda}
 today=$(date -u +%F)
 failed=()
-parts=(tests default memory qlora lora context offload two_ranks packed steps speed)
+parts=(tests default memory qlora lora context offload two_ranks packed steps records speed)
 mkdir -p "$results"
 
 try() { # minutes, command
@@ -51,7 +53,7 @@ run_tests() { # minutes, arguments; several at a time where pytest-xdist is ther
 if [ "$device" = cpu ]; then
     export CUDA_VISIBLE_DEVICES=
     ranks=1 jobs=1 shape=(--shape tiny --length 32 --steps 4 --repeats 1)
-    parts=(memory qlora lora context offload two_ranks packed steps speed)
+    parts=(memory qlora lora context offload two_ranks packed steps records speed)
     steps=(--size tiny --ranks 2 --rounds 1 --steps 6 --cases vit --variants plain ours hf_trainer)
 else
     ranks=$(python3 -c "import torch; print(torch.cuda.device_count())")
@@ -131,6 +133,15 @@ packed() {
 
 steps() {
     try 9 python3 benchmarks/step.py "${steps[@]}" --out "$results/step_${device}_$today.json"
+}
+
+records() {
+    local lora=(--shape 8b --length 4096 --repeats 2) step=(--precision bf16-mixed --cases qlora_1 experts_qlora speech) trl=()
+    [ "$device" = cpu ] && lora=(--device cpu "${shape[@]}") step=(--size tiny --steps 6 --cases experts_qlora)
+    python3 -c "import trl" 2>/dev/null && trl=(trl)
+    try 8 python3 benchmarks/qlora.py "${lora[@]}" --base bf16 --keep-activations --ranks 1 --variants stock "ours 1" "ours 1 compiled" ${trl[@]+"${trl[@]}"} \
+        --out "$results/lora_8b_4096_$today.md"
+    try 8 python3 benchmarks/step.py "${step[@]}" --ranks 1 --rounds 1 --out "$results/step_one_rank_${device}_$today.json"
 }
 
 speed() {

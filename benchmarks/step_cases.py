@@ -31,8 +31,9 @@ _VIT: dict[str, dict[str, int]] = {
     | {"num_attention_heads": 3},
     "cpu": {"image_size": 64, "patch_size": 8, "hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 6}
     | {"num_attention_heads": 3},
-    "cuda": {"image_size": 224, "patch_size": 16, "hidden_size": 1024, "intermediate_size": 4096}
-    | {"num_hidden_layers": 24, "num_attention_heads": 16},
+    # Of ViT-H.
+    "cuda": {"image_size": 224, "patch_size": 14, "hidden_size": 1280, "intermediate_size": 5120}
+    | {"num_hidden_layers": 32, "num_attention_heads": 16},
 }
 CLASSES = 100
 Adapters = Literal["lora", "qlora"]

@@ -18,6 +18,8 @@ PAGES = {
     "context": ["qlora_8b_24gib_16k_offload", "| ours 1 | 1 | 1 |"],
     "offload": ["offload_cpu", "| `no offload` |", "| `cpu_offload: {overlap_optimizer: true}` |"],
     "two_ranks": ["two_ranks_one_card", "share one card through gloo", "| ours | 2 | 1 |", "| `FSDP::all_gather` |"],
+    "packed": ["packed_attention_cpu", "| `sdpa` |", "| `auto` |"],
+    "records": ["lora_8b_4096", "| stock | 1 | 1 |", "| ours 1 compiled | 1 | 1 |"],
     "speed": ["optimizers_cpu", "| adamw |", "| adafactor |"],
 }
 
@@ -43,7 +45,7 @@ def test_a_part_writes_its_page(part: str, tmp_path: Path) -> None:
 def test_unknown_parts_and_missing_gpus_are_refused(tmp_path: Path) -> None:
     done = run_parts(tmp_path, "qlora", "speeed")
     assert done.returncode == 2
-    assert "got speeed: expected one of memory qlora lora context offload two_ranks packed steps speed" in done.stderr
+    assert "got speeed: expected one of memory qlora lora context offload two_ranks packed steps records speed" in done.stderr
     done = run_parts(tmp_path, "qlora", device="cuda")
     assert done.returncode == 2
     assert "torch sees no CUDA device" in done.stderr
