@@ -88,6 +88,7 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+ALL_NAMES = ["one card", "4 shards", "2 copies of 2 shards", "4 copies"]
 SECONDS = {"forward_s": 0.03, "backward_s": 0.05, "optimizer_s": 0.01, "data_s": 0.002, "other_s": 0.003}
 
 
@@ -99,6 +100,11 @@ def write_measured(folder: Path, bandwidth_gb_s: float) -> list[str]:
     comm = {"num_ranks": 2, "num_nodes": 1, "backend": "gloo", "collectives": dict.fromkeys(MEASURED, line)}
     (folder / "comm.json").write_text(json.dumps(comm))
     return ["bench", "scaling", "--config=run.yaml", "--reports=report.json", "--link=comm.json", "--out=out"]
+
+
+def list_options(layout: dict[str, Any]) -> list[str]:
+    changes = layout["changes"].items()
+    return [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in changes]
 
 
 @pytest.mark.full
@@ -115,8 +121,7 @@ def test_what_more_cards_bring_is_what_was_measured_and_the_bytes_of_each_layout
     assert (alone["name"], alone["devices"]) == ("one card", 1)
     assert alone["time"]["step_s"] == pytest.approx(sum(SECONDS.values()))
     for layout in found["layouts"][1:]:
-        options = [f"--{key}={json.dumps(value)}" for key, value in layout["changes"].items()]
-        step = plan("--config=run.yaml", "--devices=2", *options)
+        step = plan("--config=run.yaml", "--devices=2", *list_options(layout))
         outside_bytes = count_outside_bytes(MeshSizes(step["ranks"]["replicas"], step["ranks"]["shards"]))
         assert layout["needed_bytes"] == round(1.15 * step["memory"]["peak_bytes"]) + outside_bytes
         sent = step["communication"]["bytes_per_step"]
@@ -135,7 +140,7 @@ def test_what_more_cards_bring_is_what_was_measured_and_the_bytes_of_each_layout
     (in_a_folder / "chosen.yaml").write_text(f"trainer:\n{lines}\n")
     assert yaml.safe_load((in_a_folder / "chosen.yaml").read_text())["trainer"]["devices"] == exact["devices"] == 2
     again = plan("--config=run.yaml", "--config=chosen.yaml")
-    own = plan("--config=run.yaml", "--devices=2", *(f"--{k}={json.dumps(v)}" for k, v in exact["changes"].items()))
+    own = plan("--config=run.yaml", "--devices=2", *list_options(exact))
     assert again["ranks"] == own["ranks"]
     assert again["communication"] == own["communication"]
 
@@ -146,6 +151,31 @@ def test_a_link_that_is_too_slow_leaves_one_card(in_a_folder: Path, capfd: pytes
     assert run_main(write_measured(in_a_folder, bandwidth_gb_s=1e-4)) == 0
     assert "More cards do not help" in capfd.readouterr().out
     assert json.loads((in_a_folder / "out" / "scaling.json").read_text())["recommended"] == 0
+
+
+@pytest.mark.full
+def test_links_inside_nodes_and_between_them_bring_copies_of_shards(in_a_folder: Path) -> None:
+    write_run(in_a_folder, trainer={"accumulate_grad_batches": 2, "num_nodes": 2})
+    options = write_measured(in_a_folder, bandwidth_gb_s=1.0)
+    across = json.loads((in_a_folder / "comm.json").read_text()) | {"num_ranks": 4, "num_nodes": 2}
+    across["collectives"] = {kind: {**line, "bandwidth_gb_s": 0.005} for kind, line in across["collectives"].items()}
+    (in_a_folder / "across.json").write_text(json.dumps(across))
+    options = [option.replace("comm.json", "comm.json,across.json") for option in options]
+    assert run_main([*options, "--ranks=1,2"]) == 0
+    found = json.loads((in_a_folder / "out" / "scaling.json").read_text())
+    assert [*dict.fromkeys(layout["name"] for layout in found["layouts"])] == ALL_NAMES
+    changed = {key.rpartition(".")[2] for layout in found["layouts"] for key in layout["changes"]}
+    assert changed >= {"reshard_after_forward", "no_sync", "gather_bits", "reduce_bits"}
+    copies = next(layout for layout in found["layouts"] if layout["name"] == "2 copies of 2 shards")
+    assert not copies["rounds"]
+    step = plan("--config=run.yaml", "--devices=2", *list_options(copies))
+    sent = step["communication"]["bytes_per_step"]
+    # Only what copies add up goes between nodes, of both ranks of a node over one link.
+    wire_s = (sent["gather"] + sent["reduce_scatter"]) / 2 / 1e9 + 2 * sent["all_reduce"] / 0.005e9
+    calls = sum(step["communication"]["collectives_per_step"].values())
+    assert copies["time"]["exposed_communication_s"] == pytest.approx(wire_s + 1e-5 * calls)
+    chosen = found["layouts"][found["recommended"]]
+    assert (chosen["name"], chosen["changes"]["trainer.strategy.sharding.no_sync"]) == ("2 copies of 2 shards", True)
 
 
 @pytest.mark.slow
