@@ -279,6 +279,7 @@ def is_before_flash(device: torch.device) -> bool:
     return (
         device.type == "cuda"
         and _PLANNED.get() is None
+        and torch.cuda.is_available()  # else it is planned
         and torch.version.hip is None
         and torch.cuda.get_device_capability(device) < _FIRST_WITH_FLASH
     )
