@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.utils.data import DataLoader
@@ -128,7 +128,8 @@ class Rows(pl.LightningDataModule):
 def save_model(folder: Path, **config: Any) -> Path:
     """Write a random model that every run starts from."""
     torch.manual_seed(1)
-    settings = AutoConfig.for_model("llama", num_hidden_layers=3, max_position_embeddings=64, **config)
+    options = {"model_type": "llama", "num_hidden_layers": 3, "max_position_embeddings": 64, **config}
+    settings = AutoConfig.for_model(**options)
     AutoModelForCausalLM.from_config(settings).save_pretrained(folder)
     return folder
 
@@ -187,7 +188,7 @@ def build_task(folder: Path, **options: Any) -> CausalLM:
 def gather_weights(task: CausalLM) -> dict[str, Tensor]:
     """Return all weights in full, under the names of the model itself. All ranks must call it."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_model_state_dict(task, options=options)
+    state: dict[str, Any] = get_model_state_dict(task, options=options)
     return {name.removeprefix("model."): value for name, value in state.items()}
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -192,12 +192,29 @@ class OverlappedSteps:
         if self._takes_norms:
             self.norms.update(zip(gradients, compute_norms(local), strict=True))
 
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Receive the gradients of backwards inside this context, and nothing more: others of the step follow."""
+        is_deferred, self.is_deferred = self.is_deferred, False
+        try:
+            yield
+        finally:
+            self.is_deferred = is_deferred
+
     def begin_backward(self) -> None:
         """Forget what a backward that has failed has left."""
         self._factor, self.norms, self._clip = None, {}, None
-        self._wait_for_arrivals()
+        wait(self._arrivals)  # whatever has become of them
+        self._arrivals.clear()
+        self._additions.clear()
         for unit in self._units:
             unit.num_arrivals, unit.is_scaled = 0, False
+
+    def drop_step(self) -> None:
+        """Forget what forwards and backwards of a step that is undone have left."""
+        self.begin_backward()
+        for unit in self._units:
+            unit.num_forwards = 0
 
     def _end_backward(self) -> None:
         """Wait for all gradients, so that whoever reads them after backward sees what they are."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed import DistError
 from torch.optim import Optimizer
 
+from lit_fsdp.optim.overlapped_steps import OverlappedSteps
 from lit_fsdp.profiling.device_memory import is_out_of_memory
 from lit_fsdp.sharding.buffers import has_batch_statistics
 from lit_fsdp.sharding.mesh import Mesh
@@ -53,6 +54,7 @@ def check_retries(num_retries: int, mesh: Mesh) -> None:
 
 class _Strategy(Protocol):
     timeout_s: float
+    overlapped_steps: OverlappedSteps | None
 
     @property
     def root_device(self) -> torch.device: ...
@@ -147,8 +149,14 @@ class RetriedSteps:
     @contextmanager
     def _hold_gradients(self) -> Iterator[None]:
         # Lightning does so around all micro-batches but the last; inside its context another one would end it.
-        with self._strategy.block_backward_sync() if is_last_micro_batch(self._trainer) else nullcontext():
+        is_last = is_last_micro_batch(self._trainer)
+        with self._strategy.block_backward_sync() if is_last else nullcontext(), self._expect_more():
             yield
+
+    def _expect_more(self) -> AbstractContextManager[None]:
+        """Return the context of backwards that another one of the step follows, of which Lightning does not know."""
+        steps = self._strategy.overlapped_steps
+        return nullcontext() if steps is None else steps.hold()
 
     def _compute_parts(self, micro_batch: _MicroBatch, *, is_redone: bool) -> tuple[ClosureResult, Tensor | None]:
         """Return the result of a micro-batch, and the loss of its last backward, if there was one."""
@@ -156,17 +164,22 @@ class RetriedSteps:
             micro_batch.restore_random()
         if self.num_parts == 1:
             return self._compute_part(micro_batch, micro_batch.kwargs, 1.0)
-        parts = self._split(micro_batch.kwargs["batch"], self.num_parts)
+        *others, last = self._split(micro_batch.kwargs["batch"], self.num_parts)
         results = []
-        for batch, weight in parts:
-            result, loss = self._compute_part(micro_batch, {**micro_batch.kwargs, "batch": batch}, weight)
-            results.append(result.loss)
-        for _ in range(self.num_parts - len(parts)):
-            # Other ranks have more rows: they need this one for their collectives.
-            self._part_memory.begin()
-            self._compute_part(micro_batch, {**micro_batch.kwargs, "batch": parts[0][0]}, 0.0)
-            self._part_memory.undo_part()
-            self._part_memory.forget()
+        with self._expect_more():
+            for _ in range(self.num_parts - 1 - len(others)):
+                # Other ranks have more rows: they need this one for their collectives. Before the last backward, in
+                # which the step may be summed up and gradients be scaled.
+                self._part_memory.begin()
+                self._compute_part(micro_batch, {**micro_batch.kwargs, "batch": last[0]}, 0.0)
+                self._part_memory.undo_part()
+                self._part_memory.forget()
+            for batch, weight in others:
+                result, _ = self._compute_part(micro_batch, {**micro_batch.kwargs, "batch": batch}, weight)
+                results.append(result.loss)
+        batch, weight = last
+        result, loss = self._compute_part(micro_batch, {**micro_batch.kwargs, "batch": batch}, weight)
+        results.append(result.loss)
         losses = [part for part in results if part is not None]
         whole = torch.stack(losses).sum() if losses else None
         return ClosureResult(whole, extra=result.extra), loss
@@ -232,6 +245,8 @@ class RetriedSteps:
 
     def _clean_up(self) -> None:
         """Let go of all that the step has computed."""
+        if (steps := self._strategy.overlapped_steps) is not None:
+            steps.drop_step()
         for root in find_roots(self._module):
             end_step(root)  # type: ignore[arg-type]
         self._drop_gradients()
