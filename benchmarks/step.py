@@ -42,6 +42,7 @@ from forked_ranks import ForkServer
 from step_cases import CASES, build_case
 from step_variants import VARIANTS
 
+STARTUP = "startup"  # begins the names of cases that measure the start
 WARMUP = 4  # the callbacks of a monitored run look longer at the first steps
 MAX_DIFFERENCE = {False: 1e-6, True: 2**-8}  # of losses, relative; in bfloat16 or not
 LIMIT_S = 900
@@ -316,7 +317,7 @@ def format_page(found: Mapping[str, Any]) -> str:
 def format_readme(found: Mapping[str, Any]) -> str:
     """Return one line for each variant: CPU time of a step, by case, and of the start with a large checkpoint."""
     columns = {
-        name: ("first_step_cpu_s" if name == "startup_1gb" else "step_cpu_s")
+        name: ("first_step_cpu_s" if name.startswith(STARTUP) else "step_cpu_s")
         for name in CASES
         if name in found["cases"]
     }
@@ -346,7 +347,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--fork",
         action="store_true",
-        help="ranks are forks that need not import; on CPUs, and not for --cases startup_1gb",
+        help="ranks are forks that need not import; on CPUs, and not for --cases startup_...",
     )
     parser.add_argument("--trl-python", type=Path, help="Python of an environment with TRL; without it TRL is left out")
     parser.add_argument("--note", default="", help="goes into the page, such as what else ran on the machine")
@@ -361,7 +362,7 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--steps: got {args.steps}: expected {WARMUP + 2} or more, as {WARMUP} warm up")
     if args.rounds < 1 or args.ranks < 1:
         parser.error(f"--rounds, --ranks: got {args.rounds}, {args.ranks}: expected 1 or more")
-    if args.fork and (args.size == "cuda" or "startup_1gb" in args.cases):
+    if args.fork and (args.size == "cuda" or any(name.startswith(STARTUP) for name in args.cases)):
         parser.error("--fork: forks cannot use CUDA, and measure no start: leave it out, or choose --size and --cases")
     if args.trl_python is not None and not args.trl_python.is_file():
         parser.error(f"--trl-python: got {args.trl_python}: expected the Python of an environment that has TRL")

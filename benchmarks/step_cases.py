@@ -118,6 +118,13 @@ CASES = {
         batch={"tiny": 1, "cpu": 2, "cuda": 8},
         length={"tiny": 8, "cpu": 40, "cuda": 200},
     ),
+    "startup_tiny": Case(
+        title="Start-up with a tiny model",
+        variants=("plain", *_OURS, *_HF),
+        model="tiny",
+        num_steps=2,
+        **_LEAST,
+    ),
     "startup_1gb": Case(
         title="Start-up with a checkpoint of 1 GB",
         variants=("plain", *_OURS, *_HF),

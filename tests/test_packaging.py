@@ -137,6 +137,20 @@ def test_each_room_can_be_the_first_that_is_imported_and_few_bring_lightning() -
 
 
 @pytest.mark.full
+def test_a_run_loads_no_package_that_it_does_not_use(tmp_path: Path) -> None:
+    command = [
+        "fit",
+        f"--config={ROOT / 'configs' / 'quickstart.yaml'}",
+        "--trainer.devices=1",
+        "--trainer.max_steps=1",
+    ]
+    unused = {"peft", "bitsandbytes", "datasets", "torchvision", "sklearn", "pandas", "ray"}
+    look = f"import sys; from lit_fsdp.cli.main import main; assert main({command}) == 0; "
+    look += f"print('loaded:', *sorted({unused} & set(sys.modules)))"
+    assert run(sys.executable, "-c", look, cwd=tmp_path).splitlines()[-1] == "loaded:"
+
+
+@pytest.mark.full
 def test_every_public_name_is_found_and_none_is_loaded_before_it_is_used() -> None:
     look = "import sys, lit_fsdp; print('torch' in sys.modules); print(*(type(n).__name__ for n in"
     look += " map(lit_fsdp.__getattr__, set(lit_fsdp.__all__) - {'__version__'})))"
