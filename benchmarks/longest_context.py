@@ -46,10 +46,11 @@ MOST_TRACES = 4  # for a card, until one fits
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is planned: how many cards share each row, whether inputs of blocks are offloaded, and pieces of MLPs."""
+    """What is planned: how many cards share each row, what lies on the host, and pieces of MLPs."""
 
     num_cards: int = 1
-    is_offloaded: bool = True
+    is_offloaded: bool = True  # inputs of blocks
+    has_weights_on_host: bool = False
     mlp_chunks: int | None = None
 
 
@@ -65,6 +66,7 @@ class Trace:
 SETTINGS = {
     "`offload: true`, `mlp_chunks: 16`": Setting(mlp_chunks=16),
     "`offload: true`": Setting(),
+    "`cpu_offload: {}`, `offload: true`, `mlp_chunks: 16`": Setting(has_weights_on_host=True, mlp_chunks=16),
     "inputs of blocks on the card": Setting(is_offloaded=False),
     "`offload: true`, `mesh.sequence: 8`": Setting(num_cards=8),
     "`offload: true`, `mesh.sequence: 4`": Setting(num_cards=4),
@@ -85,6 +87,8 @@ def trace(setting: Setting, length: int, folder: Path) -> Trace:
     command += [f"{strategy}.activation_checkpointing.offload={setting.is_offloaded}".lower(), f"--out={folder}"]
     if setting.mlp_chunks is not None:
         command += [f"{strategy}.activation_checkpointing.mlp_chunks={setting.mlp_chunks}"]
+    if setting.has_weights_on_host:
+        command += [f"{strategy}.cpu_offload={{}}"]
     # A process for each, as a plan makes ranks of its own; forked, so that nothing is imported again.
     process = multiprocessing.get_context("fork").Process(target=run_quietly, args=(command,))
     process.start()
@@ -205,6 +209,8 @@ def make_report(found: dict[str, Any]) -> list[str]:
         "",
         "- The published numbers are on a line through measured peaks; ours are plans. No card has run them.",
         "- unsloth computes MLP, norms and loss in kernels of its own that keep less; ours are those of Transformers.",
+        "- unsloth keeps all weights on the card. With `cpu_offload` they come from the host in each forward and again in",
+        "  each backward; what that costs was not measured.",
         "- Whether its peaks are of tensors or of what the allocator has reserved is not said, nor is the optimizer.",
         "- Their GB may be 10^9 bytes; ours are GiB. Llama 3.1 was trained for rows of up to 131,072 tokens.",
         "- Several cards have no published counterpart in that table. They share each row, and the weights as well.",

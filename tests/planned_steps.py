@@ -5,7 +5,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -109,16 +108,16 @@ def trace_short(module: Any, batch: Mapping[str, Any], **options: Any) -> tuple[
 
 
 def run_for_real(module: Any, settings: Settings, batch: Any, options: dict[str, Any], make: Callable) -> StepMemory:
-    """Run the same two steps on tensors that have values."""
-    cpu = torch.device("cpu")
+    """Run the same two steps on tensors that have values, on the device of the batch."""
+    device = batch["input_ids"].device
     sizes = {"world_size": dist.get_world_size(), "ranks_per_node": dist.get_world_size()}
-    mesh = build_mesh(settings.mesh, device_type="cpu", timeout_s=60, **sizes)
-    plan = shard_module(module, settings, dtypes=options["dtypes"], mesh=mesh, device=cpu)
-    materialize(module, cpu)
+    mesh = build_mesh(settings.mesh, device_type=device.type, timeout_s=60, **sizes)
+    plan = shard_module(module, settings, dtypes=options["dtypes"], mesh=mesh, device=device)
+    materialize(module, device)
     register_steps(module, ["step"])
     init_weights(module.model, 0)
     optimizer = make(module)
-    trace = MemoryTrace(module, [optimizer], plan=plan, device=cpu)
+    trace = MemoryTrace(module, [optimizer], plan=plan, device=device)
     num = options.get("num_micro_batches", 1)
     stack = ExitStack()
     for is_traced in (False, True):
