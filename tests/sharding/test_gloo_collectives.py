@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from training import EVEN, fit, save_model
 
 from lit_fsdp import FSDP2Strategy, Mesh, Sharding
+from lit_fsdp.sharding import gloo_collectives
 from lit_fsdp.sharding.gloo_collectives import GlooAllGather, GlooReduceScatter
 from lit_fsdp.sharding.low_bit import LowBitAllGather
 from ranks import run_ranks
@@ -20,7 +21,10 @@ NUM_VALUES = 501  # of a part
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_they_give_what_those_of_gloo_give(world_size: int) -> None:
+@pytest.mark.parametrize("large_bytes", [0, 2**19], ids=["in turn", "at once"])
+def test_they_give_what_those_of_gloo_give(world_size: int, large_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gloo_collectives, "_LARGE_BYTES", large_bytes)  # ranks are forks
+
     def body() -> None:
         # The last of them, so that ranks have other numbers in the group.
         group, rank = dist.new_group(list(range(1, world_size + 1))), dist.get_rank()
