@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All that needs a GPU, on one machine, in 48 minutes by estimate: the tests, then what is measured. Pages are dated, in benchmarks/results.
+# All that needs a GPU, on one machine, in 49 minutes by estimate: the tests, then what is measured. Pages are dated, in benchmarks/results.
 #
 #     benchmarks/gpu.sh                  # everything
 #     benchmarks/gpu.sh tests memory     # some parts
@@ -20,7 +20,7 @@
 #                    QLoRA, adapters of experts and speech beside stock on one rank
 # speed         1    steps of optimizers
 #
-# A part is interrupted after twice its minutes, at most nine and a half; tests then still say what failed. Goes on where a part or a piece of
+# A part is interrupted after twice its minutes, each of its commands after nine at most; tests then still say what failed. Goes on where a part or a piece of
 # it fails, names those at the end, and exits with 1 then. RESULTS=FOLDER writes elsewhere. Of pages that need several runs, what there is so
 # far is in the file.
 set -uo pipefail

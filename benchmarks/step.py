@@ -315,7 +315,7 @@ def format_page(found: Mapping[str, Any]) -> str:
 
 
 def format_readme(found: Mapping[str, Any]) -> str:
-    """Return one line for each variant: CPU time of a step, by case, and of the start with a large checkpoint."""
+    """Return one line for each variant: CPU time of a step, by case, or of the start where a case measures that."""
     columns = {
         name: ("first_step_cpu_s" if name.startswith(STARTUP) else "step_cpu_s")
         for name in CASES

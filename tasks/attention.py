@@ -125,7 +125,7 @@ def describe_attention(name: str, device: torch.device, precision: str) -> str:
     Args:
         name: For Transformers.
         device: Where it computes.
-        precision: Of the Trainer.
+        precision: Of the Trainer, or the dtype of its compute.
     """
     if name == _NAMES["sdpa"]:
         if device.type == "cuda" and "16" in precision and not is_before_flash(device):

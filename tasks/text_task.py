@@ -119,8 +119,9 @@ class TextTask(PretrainedTask):
             needs_one_graph=compile_settings is not None and compile_settings.fullgraph,
         )
         if self.attention == "auto" and self._is_packed:
-            found = describe_attention(name, strategy.root_device, str(self.trainer.precision))
-            rank_zero_info(f"attention: auto: {found}")
+            dtypes = getattr(self.trainer.precision_plugin, "mixed_precision", None)
+            own = str(self.trainer.precision) if dtypes is None else str(dtypes.param_dtype or dtypes.storage_dtype)
+            rank_zero_info(f"attention: auto: {describe_attention(name, strategy.root_device, own)}")
         return model
 
     @property

@@ -13,6 +13,7 @@ back where clipping turns out to be needed would start earlier, but they need a 
 
 from __future__ import annotations
 
+import traceback
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -64,6 +65,10 @@ class _Number:
         return self._value
 
 
+class HostStepError(Exception):
+    """A unit lacks a step that others have. It does not pass for memory that ran out, after which steps are redone."""
+
+
 class _Unit:
     """An FSDP unit between two steps."""
 
@@ -78,7 +83,10 @@ class _Unit:
         """Wait for its step."""
         if self.step is not None:
             step, self.step = self.step, None
-            step.result()
+            if (error := step.exception()) is not None:
+                failed = HostStepError(f"a step of the optimizer has failed: {type(error).__name__}: {error}")
+                failed.add_note("".join(traceback.format_exception(error)))  # no cause, see HostStepError
+                raise failed
             self.keep_state()
 
 

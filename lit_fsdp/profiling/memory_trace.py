@@ -95,11 +95,11 @@ class MemoryTrace(TorchDispatchMode):
         self._hooks: list[Any] = []
         self._error: Exception | None = None  # which ended the counting
 
-    def add_inputs(self, batch: Any) -> None:
-        """Count the tensors of a batch too, as ``rest``."""
+    def add_inputs(self, batch: Any, kind: Kind = "rest") -> None:
+        """Count the tensors of a batch too."""
         for tensor in tree_iter(batch):
             if isinstance(tensor, Tensor):
-                self._add(tensor, "rest", OUTSIDE)
+                self._add(tensor, kind, OUTSIDE)
 
     def begin_phase(self, name: str) -> None:
         """Say which part of the step begins: one of ``PHASES``."""
@@ -323,8 +323,9 @@ class MemoryTrace(TorchDispatchMode):
                 self._mark(tensor, "communication", unit)
             return copied
         if name in ("aten.copy_.default", "aten._to_copy.default"):
-            source, made = (args[1], args[0]) if name == "aten.copy_.default" else (args[0], out)
-            self._mark_copy(source, made)
+            is_whole = name == "aten.copy_.default"
+            source, made = (args[1], args[0]) if is_whole else (args[0], out)
+            self._mark_copy(source, made, is_whole=is_whole)
             return self._count_on_host([source])  # of which there is one shard, so that nothing is gathered
         if name.startswith("fsdp.chunk_cat"):
             self._mark(kwargs["out"] if "out" in kwargs else args[3], "communication", self._unit)
@@ -338,16 +339,19 @@ class MemoryTrace(TorchDispatchMode):
                     self._mark_reduced(tensor)
         return 0
 
-    def _mark_copy(self, source: Tensor, made: Tensor) -> None:
+    def _mark_copy(self, source: Tensor, made: Tensor, *, is_whole: bool) -> None:
+        """Tell what a copy is for, that of one tensor into another or a cast."""
         block = self._find(source)
         if block is None:
             return
         if block.kind == "activations" and block.is_on_host:
             self._mark(made, "activations", block.unit)
-        elif block.kind == "communication" or any(block is other for other in self._arriving):
-            self._mark_reduced(made)  # where there is one shard; or cast to the dtype of the parameters
+        elif block.kind == "communication" if is_whole else any(block is other for other in self._arriving):
+            self._mark_reduced(made)  # of which there is one shard, or cast to the dtype of the parameters
 
     def _count_on_host(self, shards: Sequence[Tensor]) -> int:
+        if self._phases[-1][0] == "optimizer":  # which computes there
+            return 0
         return sum(b.num_bytes for t in shards if (b := self._find(t)) and b.kind == "parameters" and b.is_on_host)
 
     def _mark_packed(self, tensors: Sequence[Tensor]) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from lit_fsdp.sharding.wrap import count_rank_bytes
+from lit_fsdp.sharding.wrap import Unit, count_rank_bytes, count_shard_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,15 @@ def count_pinned_rounding(
         return 0, 0
     added = [(p, round_pinned(size) - size) for p in model.parameters() for size in [count_rank_bytes(p, num_shards)]]
     return sum(size for _, size in added), sum(size for parameter, size in added if parameter.requires_grad)
+
+
+def count_staged_bytes(
+    model: nn.Module, units: Sequence[Unit], cpu_offload: CPUOffload | None, *, num_shards: int, device_type: str
+) -> int:
+    """Return what shards that come from the host beside compute take of the device: those of the largest unit."""
+    if cpu_offload is None or not cpu_offload.overlap_optimizer or num_shards > 1 or device_type == "cpu":
+        return 0
+    return max((count_shard_bytes(model, unit, num_shards) for unit in units), default=0)
 
 
 def round_pinned(num_bytes: int) -> int:

@@ -66,12 +66,17 @@ class GlooAllGather(AllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         if output_tensor.nbytes < _LARGE_BYTES:
-            group._allgather_base(output_tensor, input_tensor).wait()
+            self.all_gather(output_tensor, input_tensor, group)
             return
         own = output_tensor.view(group.size(), -1)[group.rank()]
         if own.data_ptr() != input_tensor.data_ptr():  # FSDP2 puts it there
             own.copy_(input_tensor)
         torch.ops.lit_fsdp_c10d.all_gather(output_tensor, group.boxed())
+
+    @staticmethod
+    def all_gather(output: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
+        """Gather by gloo. Reports of hangs have this name off the stack, as that of the operator."""
+        group._allgather_base(output, own).wait()
 
 
 class GlooReduceScatter(ReduceScatter):

@@ -183,27 +183,32 @@ def test_a_save_that_fails_keeps_the_older_checkpoint(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("is_beside", [False, True])
-def test_garbage_is_not_searched_for_in_a_save_and_is_beside_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_beside: bool
+@pytest.mark.parametrize("work", ["save", "load_state"])
+def test_garbage_is_not_searched_for_in_saves_and_loads_and_is_beside_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: str, is_beside: bool
 ) -> None:
-    searches: list[bool] = []
+    path, searches = tmp_path / "a.ckpt", list[bool]()
+    save_stack(path, meta={})
 
     def fail(*_: Any, **__: Any) -> None:
         searches.append(gc.isenabled())
-        raise OSError("disk full")
+        raise OSError("disk broken")
 
-    monkeypatch.setattr("lit_fsdp.checkpoint.sharded.save", fail)
+    monkeypatch.setattr(f"lit_fsdp.checkpoint.sharded.{work}", fail)
 
-    def save() -> None:
-        with pytest.raises(OSError, match="disk full"):
-            save_checkpoint(tmp_path / "a.ckpt", join_states(Stack().state_dict(), []), meta={})
+    def run() -> None:
+        with pytest.raises(OSError, match="disk broken"):
+            if work == "save":
+                save_stack(path, meta={})
+            else:
+                load_checkpoint(path, Stack())
 
     if is_beside:
-        thread = threading.Thread(target=save)
+        thread = threading.Thread(target=run)
         thread.start()
         thread.join()
     else:
-        save()
+        run()
     assert searches == [is_beside]
     assert gc.isenabled()
 

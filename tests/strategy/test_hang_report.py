@@ -200,7 +200,7 @@ def test_a_rank_that_skips_a_unit_is_told_from_the_others(folder: Path) -> None:
     # The one that rank 1 has skipped, and what it does instead.
     waits = r"rank 0 in all_gather of unit model.model.layers.1, rank 1 in reduce_scatter of unit model"
     assert re.match(rf"hang: ranks have waited \d+ s in different collectives: {waits}", line)
-    assert re.search(r"collective \d+ of their group was the first to differ: gloo:broadcast .* on rank 0", line)
+    assert re.search(r"collective \d+ of their group was the first to differ: gloo:all_gather .* on rank 0", line)
 
 
 @pytest.mark.parametrize(

@@ -238,7 +238,16 @@ def test_gpus_older_than_the_kernel_attend_to_one_document_after_another(monkeyp
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         assert attention.is_before_flash(torch.device("cuda")) == is_before
     assert not attention.is_before_flash(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     build("llama")
+    in_turn = "varlen: sdpa of one document after another"
+    for device, precision, said in (
+        ("cuda", "bfloat16", "varlen: varlen_attn of torch, and what it does not take one document after another"),
+        ("cuda", "16-mixed", "varlen: varlen_attn of torch, and what it does not take one document after another"),
+        ("cuda", "float32", in_turn),
+        ("cpu", "bf16-true", in_turn),
+    ):
+        assert attention.describe_attention("varlen_sdpa", torch.device(device), precision) == said
     monkeypatch.setattr(attention, "has_kernel", lambda *_: True)
     monkeypatch.setattr(attention, "is_before_flash", lambda _: True)
     monkeypatch.setattr(varlen, "varlen_attn", None)

@@ -27,7 +27,7 @@ from lit_fsdp.profiling.flops import Flops
 from lit_fsdp.profiling.memory import KINDS, Kind, label_unit
 from lit_fsdp.profiling.memory_log import OUTSIDE, Peak, StepMemory
 from lit_fsdp.sharding.activation_checkpointing import DEFAULT_SAVED_OPS, ActivationCheckpointing
-from lit_fsdp.sharding.cpu_offload import CPUOffload, count_pinned_rounding
+from lit_fsdp.sharding.cpu_offload import count_pinned_rounding, count_staged_bytes
 from lit_fsdp.sharding.low_bit import count_gather_scratch, count_reduce_scratch
 from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.shard import check_wire, is_gathered_again, list_whole
@@ -126,7 +126,9 @@ def estimate_step(
             "parameters": buffers + own * on_device,
             "optimizer_state": state * on_device,
             "activations": sum(tape.tables.values()),
-            "communication": _count_staged(model, settings.cpu_offload, shards, device_type),
+            "communication": count_staged_bytes(
+                module, units, settings.cpu_offload, num_shards=shards, device_type=device_type
+            ),
             "rest": tape.batch_bytes,
         },
     )
@@ -146,13 +148,6 @@ def estimate_step(
         flops=_count_flops(tape, twice) * num_micro_batches,
         moved_bytes=_count_moved(tape, twice) * num_micro_batches,
     )
-
-
-def _count_staged(model: ModelToTrain, cpu_offload: CPUOffload | None, num_shards: int, device_type: str) -> int:
-    """Return what shards that come from the host beside compute take of the device: those of the largest unit."""
-    if cpu_offload is None or not cpu_offload.overlap_optimizer or num_shards > 1 or device_type == "cpu":
-        return 0
-    return max((count_shard_bytes(model.module, unit, num_shards) for unit in model.units), default=0)
 
 
 def _read_model(model: ModelToTrain, settings: Settings, micro_batch: MicroBatch, device_type: str) -> Tape:

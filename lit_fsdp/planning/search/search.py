@@ -224,8 +224,6 @@ def _list_settings(problem: Problem, variant: Variant, offload: CPUOffload | Non
     accumulates = problem.micro_batch.rows * problem.num_micro_batches > rows
     for mesh_sizes, mesh in by_sizes.items():
         shards = mesh_sizes.num_shards
-        if shards == 1 and offload is not None and problem.trace is not None:  # cannot be traced
-            continue
         keeps: list[tuple[bool | int, bool]] = [(True, False), (False, False), *[(False, True)] * accumulates]
         # Second gathers among fewer ranks: as configured, and those of a node.
         own = given.sharding.reshard_after_forward

@@ -32,7 +32,7 @@ from lit_fsdp.profiling.replaced_calls import watch_layers
 from lit_fsdp.quantization.layers import iterate_quantized
 from lit_fsdp.quantization.quantize import prepare_tables
 from lit_fsdp.sharding.activation_offload import watch_host_memory
-from lit_fsdp.sharding.cpu_offload import CPUOffload, count_pinned_rounding, round_pinned
+from lit_fsdp.sharding.cpu_offload import CPUOffload, count_pinned_rounding, count_staged_bytes, round_pinned
 from lit_fsdp.sharding.grad_clipping import clip_grad_norm
 from lit_fsdp.sharding.mesh import build_mesh
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
@@ -134,6 +134,7 @@ def trace_training_step(
     plan = shard_module(module, settings, dtypes=dtypes, mesh=mesh, device=_DEVICE)
     # Once layers are split.
     rounding = count_pinned_rounding(module, offload, num_shards=num_shards, device_type=device_type)
+    staged_bytes = count_staged_bytes(module, plan, offload, num_shards=num_shards, device_type=device_type)
     with _leave_out_values(device_type):
         materialize(module, _DEVICE)
         register_steps(module, [step_name])
@@ -145,6 +146,7 @@ def trace_training_step(
         run(1, lambda _: None)  # makes the state of the optimizer
         is_offloaded = settings.cpu_offload is not None
         counter, exchanges = WorkCounter(), list[Exchange]()
+        staged = torch.empty(staged_bytes, dtype=torch.uint8, device=_DEVICE)  # for the whole step
 
         def count_work() -> tuple[int, ...]:
             flops = counter.flops
@@ -168,6 +170,7 @@ def trace_training_step(
         watched = watch_host_memory(partial(trace.count_on_host, size_on_host))
         with trace, counter, _note_exchanges(counter, exchanges), watched:
             trace.add_inputs(fake)
+            trace.add_inputs(staged, "communication")
             run(num_micro_batches, begin_phase)
     memory = trace.finish()
     return TracedStep(

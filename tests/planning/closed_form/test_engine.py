@@ -61,6 +61,17 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"mode": "nf4"},
         {"precision": "bf16-true", "length": 128, "device_type": "cuda", "cpu_offload": CPUOffload()},
     ),
+    # So are shards that come beside compute, into memory of their own.
+    (
+        {"vocab_size": 4000, "mode": "lora"},
+        {
+            "rows": 2,
+            "length": 128,
+            "precision": "bf16-true",
+            "device_type": "cuda",
+            "cpu_offload": CPUOffload(overlap_optimizer=True),
+        },
+    ),
     # One expert for all tokens, and no window in the place of one of 0.
     (
         {"family": "qwen2_moe", "hidden_size": 512, "moe_intermediate_size": 256, "num_experts": 8}
@@ -140,7 +151,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     ({"hidden_size": 384}, {"world_size": 4, "length": 64, "sharding": Sharding(reduce_bits=16)}),
 ]
-QUICK = (0, 8, 12, -2, -1)  # run by default
+QUICK = (0, 8, 10, 13, -2, -1)  # run by default
 
 
 @pytest.mark.full(after=1)

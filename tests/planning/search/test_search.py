@@ -18,7 +18,7 @@ from lit_fsdp.planning.closed_form.reader import UnreadableModuleError
 from lit_fsdp.planning.estimate import ModelToTrain
 from lit_fsdp.planning.search.report import apply_changes
 from lit_fsdp.planning.search.search import Candidate, Variant, choose, search
-from lit_fsdp.planning.step_parts import MicroBatch
+from lit_fsdp.planning.step_parts import MicroBatch, Ranks
 from lit_fsdp.sharding.cpu_offload import CPUOffload
 from lit_fsdp.sharding.mesh import Mesh
 from lit_fsdp.sharding.settings import Settings
@@ -285,6 +285,18 @@ def test_what_has_no_closed_form_is_searched_by_traces(folder: Path, capfd: pyte
     assert all(candidate["keeps_result"] for candidate in candidates)
     again = plan("--config=mine.yaml", "--exact=true")
     assert again["memory"]["peak_bytes"] == chosen["peak_bytes"]
+
+
+@pytest.mark.full
+def test_a_search_by_traces_on_one_card_tries_offload() -> None:
+    offloads = set[bool]()
+
+    def trace(model: ModelToTrain, settings: Settings, rows: int, num_micro_batches: int) -> StepEstimate:
+        offloads.add(settings.cpu_offload is not None)
+        return estimate_512(model, settings, rows, num_micro_batches)
+
+    search(replace(describe(2**40), ranks=Ranks(num_nodes=1, per_node=1), device_bytes=1, trace=trace))
+    assert offloads == {False, True}
 
 
 @pytest.mark.full
