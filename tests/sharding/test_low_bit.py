@@ -15,6 +15,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from training import EVEN, fit, save_model, train_sharded
 
 from lit_fsdp import Mesh, Sharding
+from lit_fsdp.adapters.inject import add_adapters
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.sharding.low_bit import (
@@ -106,9 +108,12 @@ def test_a_reduction_in_16_bits_is_the_float32_sum_of_what_was_rounded(world_siz
 # A whole step
 
 
-def build() -> nn.Module:
+def build(*, has_adapters: bool = False) -> nn.Module:
     torch.manual_seed(0)
-    return build_language_model("llama", "cpu")  # 67 rows and a width of 32: uneven over the ranks
+    model = build_language_model("llama", "cpu")  # 67 rows and a width of 32: uneven over the ranks
+    if has_adapters:
+        add_adapters(model, LoRA(r=3))
+    return model
 
 
 def rows_of_rank(rank: int) -> Tensor:
@@ -158,7 +163,9 @@ def round_units(
 ) -> dict[str, Tensor]:
     """Return values of parameters after their unit's buffer, [shards, numbers], was changed."""
     found = {}
-    for names in units:
+    for unit in units:
+        if not (names := [name for name in unit if name in values]):
+            continue
         shards = [cut(values[name], num_shards) for name in names]
         buffer = change(torch.cat(shards, dim=1))
         for name, part in zip(names, buffer.split([s.shape[1] for s in shards], dim=1), strict=True):
@@ -185,11 +192,11 @@ def simulate_step(model: nn.Module, units: list[list[str]], bits: tuple[int | No
             round_units(own, units, shards, lambda b: torch.stack([round_by_hand(row, bits[1]) for row in b]))
         )
     model.load_state_dict(exact, strict=False)
-    for name, parameter in model.named_parameters():
+    for name in gradients[0]:
         # In the order of the ranks: other sums differ in the last bit, which may be rounded to another code in the end.
         of_replicas = [gradients[i : i + shards] for i in range(0, world_size, shards)]
         means = [torch.stack([g[name] for g in own]).sum(0) / shards for own in of_replicas]
-        parameter.grad = torch.stack(means).sum(0) / len(means)
+        model.get_parameter(name).grad = torch.stack(means).sum(0) / len(means)
     return losses[dist.get_rank()]
 
 
@@ -221,6 +228,7 @@ STEPS: dict[str, tuple[int, int, Sharding, dict[str, Any]]] = {
     "prefetch": (2, 1, Sharding(gather_bits=8, reduce_bits=8, forward_prefetch=2, backward_prefetch=2), {}),
     "offload": (2, 1, Sharding(gather_bits=8, reduce_bits=8), {"offload": CPUOffloadPolicy(pin_memory=False)}),
     "only reduced": (2, 1, Sharding(reduce_bits=16), {}),
+    "adapters": (2, 1, Sharding(gather_bits=8, reduce_bits=8), {"has_adapters": True}),
 }
 
 
@@ -230,8 +238,9 @@ def test_a_step_equals_the_same_arithmetic_on_one_device(name: str) -> None:
     world_size, replicate, sharding, options = STEPS[name]
 
     def body() -> None:
-        model, plain = build(), build()
-        shard(model, sharding, replicate=replicate, **options)
+        has_adapters = options.get("has_adapters", False)
+        model, plain = build(has_adapters=has_adapters), build(has_adapters=has_adapters)
+        shard(model, sharding, replicate=replicate, offload=options.get("offload"))
         units = list_buffers(model)
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.5, momentum=0.9) for m in (model, plain)]
         for _ in range(3):
