@@ -76,7 +76,7 @@ class GlooAllGather(AllGather):
     @staticmethod
     def all_gather(output: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
         """Gather by gloo. Reports of hangs have this name off the stack, as that of the operator."""
-        group._allgather_base(output, own).wait()
+        dist.all_gather_single(output, own, group=group)
 
 
 class GlooReduceScatter(ReduceScatter):
