@@ -120,8 +120,8 @@ class TextTask(PretrainedTask):
         )
         if self.attention == "auto" and self._is_packed:
             dtypes = getattr(self.trainer.precision_plugin, "mixed_precision", None)
-            own = str(self.trainer.precision) if dtypes is None else str(dtypes.param_dtype or dtypes.storage_dtype)
-            rank_zero_info(f"attention: auto: {describe_attention(name, strategy.root_device, own)}")
+            precision = self.trainer.precision if dtypes is None else dtypes.param_dtype or dtypes.storage_dtype
+            rank_zero_info(f"attention: auto: {describe_attention(name, strategy.root_device, str(precision))}")
         return model
 
     @property

@@ -84,7 +84,10 @@ class _Unit:
         if self.step is not None:
             step, self.step = self.step, None
             if (error := step.exception()) is not None:
-                failed = HostStepError(f"a step of the optimizer has failed: {type(error).__name__}: {error}")
+                failed = HostStepError(
+                    f"cpu_offload.overlap_optimizer: a step of the optimizer has failed: {type(error).__name__}: "
+                    f"{error}; units that are stepped cannot be undone: resume from the last checkpoint"
+                )
                 failed.add_note("".join(traceback.format_exception(error)))  # no cause, see HostStepError
                 raise failed
             self.keep_state()

@@ -111,6 +111,11 @@ class MemoryTrace(TorchDispatchMode):
         if name == "optimizer":
             self._move_arriving()
 
+    @property
+    def _phase(self) -> str | None:
+        """The part of the step that runs; none before the first."""
+        return self._phases[-1][0] if self._phases else None
+
     @contextmanager
     def count_on_host(self, size: Callable[[int], int]) -> Iterator[None]:
         """Count what is made inside as memory of the host, of which ``size`` says how much the bytes of a tensor take.
@@ -233,7 +238,7 @@ class MemoryTrace(TorchDispatchMode):
         return None
 
     def _follow(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
-        phase = self._phases[-1][0] if self._phases else PHASES[0]
+        phase = self._phase or PHASES[0]
         if phase == "backward":
             self._mark_whole(self._unit)
             self._find_backward_unit((args, kwargs))
@@ -318,7 +323,7 @@ class MemoryTrace(TorchDispatchMode):
         if name.startswith("fsdp.all_gather_copy_in"):
             shards, output = args[0], args[1]
             unit = next((b.unit for t in shards if (b := self._find(t)) and b.kind == "parameters"), self._unit)
-            copied = self._count_on_host(shards)
+            copied = self._count_host_shards(shards)
             for tensor in (*shards, output):
                 self._mark(tensor, "communication", unit)
             return copied
@@ -326,7 +331,7 @@ class MemoryTrace(TorchDispatchMode):
             is_whole = name == "aten.copy_.default"
             source, made = (args[1], args[0]) if is_whole else (args[0], out)
             self._mark_copy(source, made, is_whole=is_whole)
-            return self._count_on_host([source])  # of which there is one shard, so that nothing is gathered
+            return self._count_host_shards([source])  # of which there is one shard, so that nothing is gathered
         if name.startswith("fsdp.chunk_cat"):
             self._mark(kwargs["out"] if "out" in kwargs else args[3], "communication", self._unit)
         elif name.startswith("profiler._record_function_exit"):  # such as of FSDP2's reduction
@@ -349,8 +354,8 @@ class MemoryTrace(TorchDispatchMode):
         elif block.kind == "communication" if is_whole else any(block is other for other in self._arriving):
             self._mark_reduced(made)  # of which there is one shard, or cast to the dtype of the parameters
 
-    def _count_on_host(self, shards: Sequence[Tensor]) -> int:
-        if self._phases[-1][0] == "optimizer":  # which computes there
+    def _count_host_shards(self, shards: Sequence[Tensor]) -> int:
+        if self._phase == "optimizer":  # which computes there
             return 0
         return sum(b.num_bytes for t in shards if (b := self._find(t)) and b.kind == "parameters" and b.is_on_host)
 
@@ -441,11 +446,11 @@ class MemoryTrace(TorchDispatchMode):
             yield module.register_forward_hook(partial(self._leave_marked, name), prepend=True)
 
     def _enter_marked(self, name: str, *_: Any) -> None:
-        if self._phases and self._phases[-1][0] == "forward":  # what backward computes again is part of it
+        if self._phase == "forward":  # what backward computes again is part of it
             self._mark_border(name)
 
     def _leave_marked(self, name: str, _: Any, __: Any, output: Any) -> None:
-        if self._phases and self._phases[-1][0] == "forward":
+        if self._phase == "forward":
             for tensor in tree_iter(output):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
                     tensor.register_hook(lambda _: self._mark_border(name, is_backward=True))

@@ -206,9 +206,11 @@ def test_an_unsharded_model_is_traced_too() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(100, 200, bias=False), torch.nn.Linear(200, 10, bias=False))
     optimizer = torch.optim.SGD(model.parameters())
     trace = MemoryTrace(model, [optimizer], device=CPU)
+    rows = torch.empty(7, 100)
     with trace:
+        rows.copy_(torch.ones(7, 100))  # no part of a step yet
         trace.begin_phase("forward")
-        loss = model(torch.ones(7, 100)).sum()
+        loss = model(rows).sum()
         trace.begin_phase("backward")
         loss.backward()
     traced = trace.finish()
