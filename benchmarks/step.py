@@ -56,6 +56,7 @@ TITLES = {
     "lightning_fsdp": "Lightning `FSDPStrategy` (FSDP1)",
     "ddp": "Lightning `DDPStrategy` (not sharded)",
     "accelerate": "accelerate",
+    "accelerate_whole": "accelerate, 4-bit weights whole on each rank",
     "hf_trainer": "Trainer of Transformers",
     "trl": "TRL `SFTTrainer`",
 }

@@ -95,11 +95,20 @@ CASES = {
         num_steps=24,
         **_LEAST,
     ),
-    "lora": Case(title="Text, LoRA", variants=("plain", *_OURS, *_HF, "trl"), adapters="lora", **_TEXT),
+    "lora": Case(title="Text, LoRA", variants=("plain", *_OURS, *_LIGHTNING, *_HF, "trl"), adapters="lora", **_TEXT),
     "qlora_1": Case(
-        title="Text, QLoRA on one rank", variants=("stock", *_OURS, "hf_trainer"), adapters="qlora", ranks=1, **_TEXT
+        title="Text, QLoRA on one rank",
+        variants=("stock", *_OURS, "ours_own_module", "hf_trainer", "trl"),
+        adapters="qlora",
+        ranks=1,
+        **_TEXT,
     ),
-    "qlora": Case(title="Text, QLoRA", variants=("accelerate", *_OURS), adapters="qlora", **_TEXT),
+    "qlora": Case(
+        title="Text, QLoRA",
+        variants=("accelerate_whole", *_OURS, *_LIGHTNING, *_HF, "trl"),
+        adapters="qlora",
+        **_TEXT,
+    ),
     "experts_lora": Case(title="Text, LoRA on fused experts, one rank", adapters="lora", **_EXPERTS),
     "experts_qlora": Case(
         title="Text, QLoRA on fused experts (in full for stock), one rank", adapters="qlora", **_EXPERTS
@@ -114,7 +123,7 @@ CASES = {
     "speech": Case(
         title="Speech (Qwen3-TTS)",
         kind="speech",
-        variants=("plain", *_OURS),
+        variants=("plain", *_OURS, *_LIGHTNING, *_HF),
         batch={"tiny": 1, "cpu": 2, "cuda": 8},
         length={"tiny": 8, "cpu": 40, "cuda": 200},
     ),

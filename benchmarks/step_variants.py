@@ -20,7 +20,6 @@ from typing import Any
 
 from step_cases import CASES, LEARNING_RATE, LORA_RANK, Case, fill_adapters, list_own_rows
 
-LAYERS = {"text": "LlamaDecoderLayer", "image": "ViTLayer"}
 RANK, NUM_RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 _QUIET: Any = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
@@ -42,6 +41,7 @@ class Run:
         batch: Rows of a rank and step.
         is_bf16: Whether forward and backward run in bfloat16.
         launched_s: When the process was started.
+        shards_4bit: Whether stock libraries get 4-bit weights in a form that they can shard.
     """
 
     case: Case
@@ -50,6 +50,7 @@ class Run:
     batch: int
     is_bf16: bool
     launched_s: float
+    shards_4bit: bool = True
     marks: list[tuple[float, float]] = field(default_factory=list)
     first_s: tuple[float, float] = (0.0, 0.0)
     bytes_before: int = 0
@@ -100,12 +101,22 @@ class Run:
         rows: list[Any] = torch.load(self.folder / "rows.pt", weights_only=True)
         return rows
 
+    @property
+    def is_batched(self) -> bool:
+        """Whether rows are batches already."""
+        return self.case.kind == "speech"
+
+    @property
+    def collate(self) -> Callable[[list[Any]], Any] | None:
+        """What makes a batch of rows, where that is not for libraries to do."""
+        return (lambda rows: rows[0]) if self.is_batched else None
+
     def make_loader(self) -> Any:
         """Return the batches of this rank."""
         from torch.utils.data import DataLoader
 
         rows = self.read_rows()
-        if self.case.kind == "speech":  # its rows are batches
+        if self.is_batched:
             return DataLoader(list_own_rows(rows, 1, RANK, NUM_RANKS), batch_size=None)
         return DataLoader(list_own_rows(rows, self.batch, RANK, NUM_RANKS), batch_size=self.batch)
 
@@ -125,6 +136,8 @@ class Run:
                 bnb_4bit_quant_type="nf4",
                 bnb_4bit_use_double_quant=not self.case.is_rounded,
                 bnb_4bit_compute_dtype=torch.float32,
+                # As floats packed 4-bit values can be sharded by FSDP; bytes are not, each rank keeps them whole.
+                bnb_4bit_quant_storage=torch.float32 if self.shards_4bit else torch.uint8,
             )
             given["device_map"] = {"": device or get_device()}
         kind = AutoModelForImageClassification if self.case.kind == "image" else AutoModelForCausalLM
@@ -159,6 +172,7 @@ def get_device() -> Any:
 def load_speech(folder: Path) -> Any:
     """Return the speech model as its task builds it, and a loss of its batches."""
     import torch
+    from transformers.modeling_outputs import CausalLMOutput
 
     from lit_fsdp.tasks.tts.families.model_types import parse_family
 
@@ -166,6 +180,8 @@ def load_speech(folder: Path) -> Any:
     own, other = family.get_loss_weights(config)
 
     class Speech(torch.nn.Module):
+        accepts_loss_kwargs = False  # says to the Trainer of Transformers that the loss is a mean
+
         def __init__(self) -> None:
             super().__init__()
             self.model = family.build_model(config)
@@ -175,7 +191,7 @@ def load_speech(folder: Path) -> Any:
         def forward(self, **batch: Any) -> Any:
             output = self.model(batch)
             loss = own * output.talker_loss / output.num_tokens + other * output.predictor_loss / output.num_frames
-            return type("Output", (), {"loss": loss})
+            return CausalLMOutput(loss=loss)
 
     return Speech().train()
 
@@ -186,6 +202,24 @@ def list_blocks(model: Any) -> list[Any]:
 
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     return [block for blocks in lists for block in blocks if type(block).__name__.endswith("Layer")]
+
+
+def list_block_types(run: Run) -> list[type]:
+    """Return the classes of ``list_blocks``, of a model without values."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
+
+    with torch.device("meta"):
+        if run.case.kind == "speech":
+            from lit_fsdp.tasks.tts.families.model_types import parse_family
+
+            family, config = parse_family(json.loads((run.folder / "config.json").read_text()))
+            model: Any = family.build_model(config)
+        else:
+            kind = AutoModelForImageClassification if run.case.kind == "image" else AutoModelForCausalLM
+            model = kind.from_config(AutoConfig.from_pretrained(run.folder))
+    types = {type(block).__name__: type(block) for block in list_blocks(model)}
+    return [types[name] for name in sorted(types)]
 
 
 def make_optimizer(model: Any) -> Any:
@@ -249,10 +283,6 @@ def make_trainer(run: Run, strategy: Any, **options: Any) -> Any:
     import lightning.pytorch as pl
 
     class Tick(pl.Callback):
-        def on_fit_start(self, _: Any, module: Any) -> None:
-            if run.case.adapters:
-                check_adapters(fill_adapters(module.named_parameters()))
-
         def on_train_batch_end(self, *_: Any) -> None:
             run.tick()
 
@@ -272,10 +302,17 @@ def make_trainer(run: Run, strategy: Any, **options: Any) -> Any:
 
 def run_ours(run: Run, **options: Any) -> float:
     """Train one of our tasks."""
+    import lightning.pytorch as pl
+
     from lit_fsdp import FSDP2Strategy
     from lit_fsdp.adapters.lora import LoRA
     from lit_fsdp.quantization.quantize import Quantization
     from lit_fsdp.tasks import CausalLM, ImageClassification, LRSchedule, Optimizer, TextToSpeech
+
+    class FillAdapters(pl.Callback):
+        def on_fit_start(self, _: Any, module: Any) -> None:
+            if run.case.adapters:
+                check_adapters(fill_adapters(module.named_parameters()))
 
     run.start_memory()
     settings: dict[str, Any] = {"pretrained": str(run.folder), "lr_scheduler": LRSchedule(type="constant")}
@@ -289,7 +326,8 @@ def run_ours(run: Run, **options: Any) -> float:
         "image": lambda **given: ImageClassification(head="keep", num_classes=100, **given),
         "speech": TextToSpeech,
     }[run.case.kind](**settings)
-    make_trainer(run, FSDP2Strategy(print_plan=False), **options).fit(task, run.make_loader())
+    callbacks = [FillAdapters(), *options.pop("callbacks", ())]
+    make_trainer(run, FSDP2Strategy(print_plan=False), callbacks=callbacks, **options).fit(task, run.make_loader())
     return float(task.step_loss)
 
 
@@ -364,19 +402,14 @@ def run_lightning_fsdp(run: Run) -> float:
     kind: Any = FSDPStrategy
     if not torch.cuda.is_available():  # Lightning refuses it there, though it runs
         from lit_fsdp.strategy.cpu_trials import FSDPOnCPU as kind  # noqa: N813
-    with torch.device("meta"):
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
-
-        which = AutoModelForImageClassification if run.case.kind == "image" else AutoModelForCausalLM
-        blocks = {type(block) for block in list_blocks(which.from_config(AutoConfig.from_pretrained(run.folder)))}
-    return run_own_module(run, kind(auto_wrap_policy=ModuleWrapPolicy(blocks)))
+    return run_own_module(run, kind(auto_wrap_policy=ModuleWrapPolicy(list_block_types(run))))
 
 
 def run_ddp(run: Run) -> float:
     """Train under DDP: whole copies of everything."""
     from lightning.pytorch.strategies import DDPStrategy
 
-    return run_own_module(run, DDPStrategy())
+    return run_own_module(run, DDPStrategy(find_unused_parameters=run.case.kind == "speech"))
 
 
 def force_fsdp_on_cpus() -> None:
@@ -396,11 +429,12 @@ def force_fsdp_on_cpus() -> None:
     accelerate.state.AcceleratorState.__init__ = init
 
 
-def check_sharded(model: Any) -> None:
-    """Refuse a model of which what is trained is not sharded: accelerate took another way than FSDP2."""
+def check_sharded(model: Any, *, shards_4bit: bool) -> None:
+    """Refuse a model that is not sharded as it should be: accelerate took another way than FSDP2."""
     from torch.distributed.tensor import DTensor
 
-    if NUM_RANKS > 1 and not all(isinstance(p, DTensor) for p in model.parameters() if p.requires_grad):
+    sharded = [isinstance(p, DTensor) for p in model.parameters() if shards_4bit or p.requires_grad]
+    if NUM_RANKS > 1 and not all(sharded):
         raise RuntimeError("accelerate has not sharded the model: it took another way than FSDP2")
 
 
@@ -417,7 +451,7 @@ def run_accelerate(run: Run) -> float:
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=[LAYERS[run.case.kind]],
+        transformer_cls_names_to_wrap=[kind.__name__ for kind in list_block_types(run)],
         reshard_after_forward=True,
     )
     accelerator = Accelerator(
@@ -427,9 +461,9 @@ def run_accelerate(run: Run) -> float:
     )
     run.start_memory()
     model = run.load_model(accelerator.device)
-    rows = DataLoader(run.read_rows(), batch_size=run.batch)
+    rows = DataLoader(run.read_rows(), batch_size=1 if run.is_batched else run.batch, collate_fn=run.collate)
     model, optimizer, loader = accelerator.prepare(model, make_optimizer(model), rows)
-    check_sharded(model)
+    check_sharded(model, shards_4bit=run.shards_4bit)
     batches = repeat_batches(loader)
     for _ in range(run.num_steps):
         loss = model(**next(batches)).loss
@@ -438,6 +472,12 @@ def run_accelerate(run: Run) -> float:
         optimizer.zero_grad()
         run.tick()
     return average(loss)
+
+
+def run_accelerate_whole(run: Run) -> float:
+    """Train with FSDP2 of accelerate that leaves 4-bit weights whole on each rank."""
+    run.shards_4bit = False
+    return run_accelerate(run)
 
 
 def run_with_trainer(run: Run, kind: Any, arguments: Any, **given: Any) -> float:
@@ -461,12 +501,13 @@ def run_with_trainer(run: Run, kind: Any, arguments: Any, **given: Any) -> float
     if is_cpu:
         force_fsdp_on_cpus()
     fsdp: dict[str, Any] = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": True}
-    fsdp["transformer_layer_cls_to_wrap"] = [LAYERS[run.case.kind]]
+    fsdp["transformer_layer_cls_to_wrap"] = [kind.__name__ for kind in list_block_types(run)]
     with tempfile.TemporaryDirectory() as out:
         made = arguments(
             output_dir=out,
             max_steps=run.num_steps,
-            per_device_train_batch_size=run.batch,
+            per_device_train_batch_size=1 if run.is_batched else run.batch,
+            remove_unused_columns=not run.is_batched,
             train_sampling_strategy="sequential",
             use_cpu=is_cpu,
             bf16=run.is_bf16,
@@ -484,8 +525,12 @@ def run_with_trainer(run: Run, kind: Any, arguments: Any, **given: Any) -> float
         )
         run.start_memory()
         trainer = Keep(model=run.load_model(), args=made, callbacks=[Tick()], **given)
+        if run.case.adapters == "qlora":  # TRL has made them bfloat16
+            for parameter in trainer.model.parameters():
+                parameter.data = parameter.data.float() if parameter.requires_grad else parameter.data
+            check_adapters(fill_adapters(trainer.model.named_parameters()))
         trainer.train()
-    check_sharded(trainer.model_wrapped)
+    check_sharded(trainer.model_wrapped, shards_4bit=run.shards_4bit)
     return average(trainer.last_loss)
 
 
@@ -493,7 +538,7 @@ def run_hf_trainer(run: Run) -> float:
     """Train in the Trainer of Transformers, with FSDP2 of accelerate."""
     from transformers import Trainer, TrainingArguments
 
-    return run_with_trainer(run, Trainer, TrainingArguments, train_dataset=run.read_rows())
+    return run_with_trainer(run, Trainer, TrainingArguments, train_dataset=run.read_rows(), data_collator=run.collate)
 
 
 def run_trl(run: Run) -> float:
@@ -520,6 +565,7 @@ VARIANTS: dict[str, Callable[[Run], float]] = {
     "lightning_fsdp": run_lightning_fsdp,
     "ddp": run_ddp,
     "accelerate": run_accelerate,
+    "accelerate_whole": run_accelerate_whole,
     "hf_trainer": run_hf_trainer,
     "trl": run_trl,
 }
