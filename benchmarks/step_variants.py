@@ -14,12 +14,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from step_cases import CASES, LEARNING_RATE, LORA_RANK, Case, fill_adapters, list_own_rows
 
+LAYERS = {"text": "LlamaDecoderLayer", "image": "ViTLayer", "speech": "Qwen3DecoderLayer"}
 RANK, NUM_RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 _QUIET: Any = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
@@ -204,24 +206,6 @@ def list_blocks(model: Any) -> list[Any]:
     return [block for blocks in lists for block in blocks if type(block).__name__.endswith("Layer")]
 
 
-def list_block_types(run: Run) -> list[type]:
-    """Return the classes of ``list_blocks``, of a model without values."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
-
-    with torch.device("meta"):
-        if run.case.kind == "speech":
-            from lit_fsdp.tasks.tts.families.model_types import parse_family
-
-            family, config = parse_family(json.loads((run.folder / "config.json").read_text()))
-            model: Any = family.build_model(config)
-        else:
-            kind = AutoModelForImageClassification if run.case.kind == "image" else AutoModelForCausalLM
-            model = kind.from_config(AutoConfig.from_pretrained(run.folder))
-    types = {type(block).__name__: type(block) for block in list_blocks(model)}
-    return [types[name] for name in sorted(types)]
-
-
 def make_optimizer(model: Any) -> Any:
     """Return AdamW over what is trained."""
     import torch
@@ -397,12 +381,14 @@ def run_lightning_fsdp(run: Run) -> float:
     """Train under Lightning's FSDPStrategy, which is FSDP1."""
     import torch
     from lightning.pytorch.strategies import FSDPStrategy
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+    from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
     kind: Any = FSDPStrategy
     if not torch.cuda.is_available():  # Lightning refuses it there, though it runs
         from lit_fsdp.strategy.cpu_trials import FSDPOnCPU as kind  # noqa: N813
-    return run_own_module(run, kind(auto_wrap_policy=ModuleWrapPolicy(list_block_types(run))))
+    block = LAYERS[run.case.kind]
+    policy = partial(lambda_auto_wrap_policy, lambda_fn=lambda module: type(module).__name__ == block)
+    return run_own_module(run, kind(auto_wrap_policy=policy))
 
 
 def run_ddp(run: Run) -> float:
@@ -433,8 +419,9 @@ def check_sharded(model: Any, *, shards_4bit: bool) -> None:
     """Refuse a model that is not sharded as it should be: accelerate took another way than FSDP2."""
     from torch.distributed.tensor import DTensor
 
-    sharded = [isinstance(p, DTensor) for p in model.parameters() if shards_4bit or p.requires_grad]
-    if NUM_RANKS > 1 and not all(sharded):
+    # Bytes are 4-bit weights in the form that stays whole.
+    as_asked = (isinstance(p, DTensor) == (shards_4bit or p.element_size() > 1) for p in model.parameters())
+    if NUM_RANKS > 1 and not all(as_asked):
         raise RuntimeError("accelerate has not sharded the model: it took another way than FSDP2")
 
 
@@ -451,7 +438,7 @@ def run_accelerate(run: Run) -> float:
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=[kind.__name__ for kind in list_block_types(run)],
+        transformer_cls_names_to_wrap=[LAYERS[run.case.kind]],
         reshard_after_forward=True,
     )
     accelerator = Accelerator(
@@ -501,7 +488,7 @@ def run_with_trainer(run: Run, kind: Any, arguments: Any, **given: Any) -> float
     if is_cpu:
         force_fsdp_on_cpus()
     fsdp: dict[str, Any] = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": True}
-    fsdp["transformer_layer_cls_to_wrap"] = [kind.__name__ for kind in list_block_types(run)]
+    fsdp["transformer_layer_cls_to_wrap"] = [LAYERS[run.case.kind]]
     with tempfile.TemporaryDirectory() as out:
         made = arguments(
             output_dir=out,
