@@ -108,7 +108,7 @@ def trace_training_step(
 
     Args:
         module: Not sharded; parameters that are not on the meta device go there.
-        settings: Of the strategy.
+        settings: Of the strategy; ``compile`` is left out: what compiled blocks keep is known once they run.
         batch: One micro-batch, real or on the meta device; only shapes and dtypes matter.
         dtypes: What the Trainer's precision comes to.
         compute_loss: Returns the loss of a micro-batch; looks up the method ``step_name`` of the module each time, as
@@ -129,8 +129,8 @@ def trace_training_step(
     make_code_books(_DEVICE)
     _drop_values(module)
     num_shards, offload = settings.mesh.resolve(**sizes).num_shards, settings.cpu_offload
-    if settings.cpu_offload is not None:  # where fake tensors say they are, nothing can be pinned
-        settings = replace(settings, cpu_offload=CPUOffload())
+    # Where fake tensors say they are, nothing can be pinned.
+    settings = replace(settings, compile=None, cpu_offload=None if offload is None else CPUOffload())
     plan = shard_module(module, settings, dtypes=dtypes, mesh=mesh, device=_DEVICE)
     # Once layers are split.
     rounding = count_pinned_rounding(module, offload, num_shards=num_shards, device_type=device_type)

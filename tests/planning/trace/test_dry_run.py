@@ -25,7 +25,7 @@ from lit_fsdp.sharding.cpu_offload import CPUOffload
 from lit_fsdp.sharding.mesh import Mesh
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
 from lit_fsdp.sharding.settings import Settings
-from lit_fsdp.sharding.shard import Sharding
+from lit_fsdp.sharding.shard import Compile, Sharding
 from lit_fsdp.tasks.masks import keep_branches
 from ranks import run_ranks
 
@@ -252,6 +252,20 @@ def compare_pieces() -> None:
     assert flops[0] == flops[1] == flops[2]
     assert peaks[0] - peaks[1] > 2 * inner
     assert peaks[1] - peaks[2] > inner / 8
+
+
+def compare_compiled() -> None:
+    dist.destroy_process_group()
+    batch = {name: tensor.to("meta") for name, tensor in make_batch().items()}
+    plain, compiled = (
+        trace(Model(lora=True), batch, device_type="cuda", compile=setting) for setting in (None, Compile())
+    )
+    assert compiled.memory.by_kind == plain.memory.by_kind
+    assert compiled.flops == plain.flops
+
+
+def test_blocks_are_traced_as_they_are_before_they_are_compiled() -> None:
+    run_ranks(compare_compiled, world_size=1)
 
 
 @pytest.mark.full
