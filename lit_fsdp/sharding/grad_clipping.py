@@ -101,7 +101,9 @@ def clip_grad_value(parameters: Iterable[Tensor], max_value: float) -> None:
 def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
     """Multiply every gradient by a number that may be on another device, in place."""
     for gradients in group_gradients(parameters):
-        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+        # By a number of another dtype, a GPU multiplies one gradient after the other (seen in torch 2.11).
+        dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device, dtype))
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from models import to_full
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_fsdp.sharding.grad_clipping import clip_grad_norm, clip_grad_value, compute_grad_norm, scale_gradients
 from ranks import run_ranks
@@ -135,3 +137,27 @@ def test_a_known_norm_is_used_and_an_infinite_limit_only_measures() -> None:
     torch.testing.assert_close(compute_grad_norm(parameters), torch.tensor(0.5), rtol=1e-5, atol=0)
     scale_gradients(parameters, torch.tensor(4.0))
     torch.testing.assert_close(compute_grad_norm(parameters), torch.tensor(2.0), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float64, torch.float64)],
+)
+def test_gradients_are_scaled_in_one_call_by_a_number_of_their_precision(
+    dtype: torch.dtype, expected: torch.dtype
+) -> None:
+    calls = []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._foreach_mul_.Tensor:
+                calls.append(args[1].dtype)
+            return func(*args, **(kwargs or {}))
+
+    parameters = [nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(4)]
+    for parameter in parameters:
+        parameter.grad = torch.full((3,), 3.0, dtype=dtype)
+    with Calls():
+        scale_gradients(parameters, torch.tensor(1 / 3, dtype=torch.float64))
+    assert calls == [expected]  # of another dtype than float32 gradients, it is one kernel of a GPU for each of them
+    assert all(parameter.grad.eq(1.0).all() for parameter in parameters)  # type: ignore[union-attr]
