@@ -6,7 +6,8 @@
 A Llama with random weights and layers as those of the ``--shape``, as many as fit on the card without offload, with
 activation checkpointing, AdamW and clipping, one row in a micro-batch, on one rank. Each run is a process of its own,
 and variants take turns. Without offload nothing waits for the host, so its speed is what offload is compared with:
-layer by layer, that of the whole model, which would not fit. Losses have to be equal.
+layer by layer, that of the whole model, which would not fit. On a CPU losses with and without the overlap have to be
+equal bit for bit; a GPU adds in an order of its own, so that there all have to agree to 2**-8.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ VARIANTS = {
     "cpu_offload: {overlap_optimizer: true}": {"overlap_optimizer": True},
 }
 WARM_UP = 3  # steps: state of the optimizer, pinned memory
+MAX_DIFFERENCE = 2**-8  # of losses on a GPU, relative
 COLUMNS = ("variant", "step, s", "lowest", "highest", "speed", "peak, GiB", "last loss")
 
 
@@ -103,18 +105,24 @@ def measure(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
         for variant in list(VARIANTS)[:: 1 if repeat % 2 == 0 else -1]:
             command = [sys.executable, __file__, *sys.argv[1:], "--variant", variant]
             hidden = {} if args.device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
-            done = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, **hidden})
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **hidden}, check=False)
+            if done.returncode:
+                raise SystemExit(f"{variant}: ended with {done.returncode}")
             found[variant].append(json.loads(done.stdout.splitlines()[-1]))
+            print(variant, found[variant][-1], file=sys.stderr, flush=True)
     return found
 
 
 def write_page(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -> str:
     """Return the page; fail if variants did not do the same work."""
     first, *_ = found["no offload"]
-    losses = {variant: {tuple(run["losses"]) for run in runs} for variant, runs in found.items()}
-    # With and without the overlap bit for bit; elsewhere the optimizer rounds in another way.
-    names = [variant for variant in VARIANTS if variant != "no offload"]
-    if len(set().union(*(losses[name] for name in names))) != 1:
+    is_cuda = args.device == "cuda"
+    losses = {variant: [run["losses"] for run in runs] for variant, runs in found.items()}
+    # Elsewhere the optimizer rounds in another way.
+    compared = losses if is_cuda else {name: losses[name] for name in VARIANTS if name != "no offload"}
+    steps = zip(*(run for runs in compared.values() for run in runs), strict=True)
+    difference = max((max(step) - min(step)) / max(step) for step in steps)
+    if difference > (MAX_DIFFERENCE if is_cuda else 0.0):
         raise SystemExit(f"losses differ: {losses}")
     rows = []
     for variant, runs in found.items():
@@ -127,7 +135,8 @@ def write_page(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]])
         f"{first['device']}, torch {first['torch']}, {os.cpu_count()} cores, {args.precision}: {args.layers} layers of "
         f"shape {args.shape}, {args.micro_batches} x {args.length:,} tokens a step, clipped to 1, medians of "
         f"{args.repeats} runs of {args.steps - WARM_UP} steps that took turns. `speed` is that without offload = 1. "
-        "Losses with and without the overlap are equal bit for bit. `benchmarks/offload.py` says how."
+        + (f"All losses agree to {difference:.0e}. " if is_cuda else "Losses with both kinds of offload are equal. ")
+        + "`benchmarks/offload.py` says how."
     )
     lines = [
         f"# Offload beside compute, {date.today().isoformat()}",
@@ -138,7 +147,7 @@ def write_page(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]])
         "|---" * len(COLUMNS) + "|",
         *rows,
     ]
-    if args.device != "cuda":
+    if not is_cuda:
         lines += ["", "On a CPU nothing is copied: this shows that the commands run, and no speed."]
     return "\n".join(lines) + "\n"
 
