@@ -102,7 +102,7 @@ def plan_all(out: Path | None) -> None:
 NUM_STEPS = 6
 # What is tried, as (ranks, units, width); the middle of each axis is that of the others.
 REAL = {
-    "ranks": [(1, 10, 32), (2, 10, 32), (4, 10, 32)],
+    "ranks": [(1, 10, 32), (2, 10, 32), (4, 10, 32), (16, 10, 32), (64, 10, 32)],
     "units": [(2, 10, 32), (2, 100, 32), (2, 1000, 32)],
     "parameters": [(2, 10, 256), (2, 10, 512), (2, 10, 1024)],
 }
@@ -120,6 +120,7 @@ REAL_WORK = {
 }
 NAME_WORK = {"shard": "shard and fill", "step": "step", "plan": "plan, closed form", "trace": "plan, exact trace"}
 LINEAR = 1.15  # a steeper growth is marked
+MAX_PROCESSES = 4  # that import all for themselves; more ranks are forks, or left out
 Point = tuple[int, int, int]
 
 
@@ -273,7 +274,8 @@ def grow(args: argparse.Namespace, server: ForkServer | None) -> str:
     head = [
         f"# How our work grows, {datetime.now(UTC).date().isoformat()}",
         "",
-        f"`python benchmarks/plan_scale.py --growth --repeats {args.repeats} --max-units {args.max_units}` on "
+        f"`python benchmarks/plan_scale.py --growth --repeats {args.repeats} --max-units {args.max_units} --axes "
+        f"{' '.join(args.axes)}` on "
         f"{os.cpu_count()} cores{', points are forks' if args.fork else ''}; torch "
         f"{torch.__version__}. CPU seconds, user and system, of the rank that takes most; medians of {args.repeats}. "
         "Llama with blocks of width 32 where parameters do not grow, one row of 16 tokens, float32. The exponent is "
@@ -281,8 +283,10 @@ def grow(args: argparse.Namespace, server: ForkServer | None) -> str:
         "",
     ]
     for in_name, axes in ((False, REAL), (True, IN_NAME)):
-        for axis, points in axes.items():
-            points = [point for point in points if point[1] <= args.max_units]
+        for axis in args.axes:
+            points = [point for point in axes[axis] if point[1] <= args.max_units]
+            if not (in_name or args.fork):
+                points = [point for point in points if point[0] <= MAX_PROCESSES]
             for point in points:
                 if (point, in_name) not in known:
                     known[point, in_name] = measure_point(point, server, in_name=in_name, repeats=args.repeats)
@@ -302,8 +306,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="Markdown file to write")
     parser.add_argument("--growth", action="store_true", help="measure how our own work grows")
     parser.add_argument("--repeats", type=int, default=3, help="of each point of the growth")
+    parser.add_argument("--axes", nargs="+", choices=REAL, default=list(REAL), help="of the growth; default: all")
     parser.add_argument("--max-units", type=int, default=1000, help="of the growth: leave out larger models")
-    parser.add_argument("--fork", action="store_true", help="points are forks that need not import; on CPUs")
+    parser.add_argument(
+        "--fork",
+        action="store_true",
+        help=f"points are forks, which need not import: on CPUs, and for more than {MAX_PROCESSES} real ranks",
+    )
     parser.add_argument("--note", default="", help="goes into the page of the growth")
     args = parser.parse_args()
     if args.repeats < 1 or args.max_units < 100:

@@ -81,6 +81,7 @@ from lit_fsdp.strategy.notebook_launcher import NotebookLauncher, check_weights,
 from lit_fsdp.strategy.overlapped_optimizer import overlap_optimizer
 from lit_fsdp.strategy.precision_plugin import FSDP2Precision, translate_precision
 from lit_fsdp.strategy.process_group import MAX_TIMEOUT_S, init_process_group
+from lit_fsdp.strategy.processes import describe_idle_cores
 from lit_fsdp.strategy.random_streams import RandomStreams
 from lit_fsdp.strategy.rank_facts import check_shared_rows, list_device_facts, list_device_notes, list_row_facts
 from lit_fsdp.strategy.rebinding import (
@@ -485,12 +486,14 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
                 + ("set 8, or " if bits == 16 else "leave it out, or ")
                 + "mixed_precision.reduce_dtype: bfloat16"
             )
+        is_fit = module.trainer.state.fn == TrainerFn.FITTING
+        is_on_host = self.settings.cpu_offload is not None and self.root_device.type != "cpu"
+        idle = describe_idle_cores(self.num_processes, torch.get_num_threads()) if is_fit and is_on_host else None
+        if idle is not None:
+            rank_zero.rank_zero_warn(idle)
         if self.settings.float8 is not None and (odd := convert_linears(module, self.settings.float8)):
             rank_zero.rank_zero_warn(f"float8: {join_names(odd)} stay as they are: their sizes do not divide by 16")
-        if self.prints_plan and self.is_global_zero and module.trainer.state.fn == TrainerFn.FITTING:
-            show = partial(self._keep_table, module)
-        else:
-            show = None
+        show = partial(self._keep_table, module) if self.prints_plan and self.is_global_zero and is_fit else None
         self.plan = shard_module(
             module,
             self.settings,

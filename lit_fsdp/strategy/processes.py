@@ -54,11 +54,26 @@ def choose_processes(
 
 def describe_shared_cores(num_processes: int) -> str | None:
     """Say that processes without GPUs have to share cores; ``None`` where each has its own."""
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    num_cores = _count_cores()
     if num_processes <= num_cores:
         return None
     cores = "1 core" if num_cores == 1 else f"{num_cores} cores"
     return f"{num_processes} processes compute on {cores}, as there is no GPU for them: they wait for one another"
+
+
+def describe_idle_cores(num_processes: int, num_threads: int) -> str | None:
+    """Say that an optimizer on the host has one thread where it could have more; ``None`` where that is not so."""
+    num_cores = _count_cores() // num_processes
+    if num_threads > 1 or num_cores < 2:
+        return None
+    return (
+        f"cpu_offload: the optimizer of each rank runs on 1 core of the host, where it could have {num_cores}: "
+        f"OMP_NUM_THREADS is 1, as torchrun sets it: set OMP_NUM_THREADS={num_cores} before it"
+    )
+
+
+def _count_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _take_started(

@@ -15,7 +15,7 @@ import yaml
 from lit_fsdp.cli.main import COMMANDS, format_help, main
 from lit_fsdp.cli.messages import describe_exception
 from lit_fsdp.errors import nearest
-from lit_fsdp.strategy.processes import choose_processes
+from lit_fsdp.strategy.processes import choose_processes, describe_idle_cores
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = {"RANK": "0", "GROUP_RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}
@@ -527,3 +527,14 @@ def test_what_a_launcher_left_in_the_shell_stops_only_commands_with_ranks(
     assert name in capsys.readouterr().err
     assert main(["export", "--checkpoint=none", "--out=exported"]) == 2
     assert "none does not exist" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "num_threads", "expected"), [(2, 1, "OMP_NUM_THREADS=8"), (2, 8, None), (16, 1, None)]
+)
+def test_an_optimizer_on_the_host_is_told_of_cores_that_it_leaves_idle(
+    num_processes: int, num_threads: int, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
+    found = describe_idle_cores(num_processes, num_threads)
+    assert found is None if expected is None else expected in str(found)
