@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 _PIECE = 8  # tokens of each of the two documents of the probe
@@ -100,6 +100,26 @@ def check_length(config: PreTrainedConfig, data: Any) -> None:
         raise ValueError(
             f"config.max_position_embeddings: got {limit}, and data.seq_length {length}: rows are longer than "
             f"the model has positions; set seq_length to {limit} or less"
+        )
+
+
+def count_positions(model: nn.Module) -> int | None:
+    """Return how many tokens a row may have, as far as the model says: RoBERTa's positions begin after its padding."""
+    text = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    limit: int | None = getattr(text, "max_position_embeddings", None)
+    words = model.get_input_embeddings()  # type: ignore[operator]
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module is not words]
+    starts = [table.padding_idx + 1 for table in tables if table.num_embeddings == limit and table.padding_idx]
+    return limit - max(starts, default=0) if limit else None
+
+
+def check_positions(model: nn.Module, data: Any) -> None:
+    """Refuse rows that are longer than the model has positions for tokens, which would fail inside a kernel."""
+    limit, length = count_positions(model), getattr(data, "seq_length", None)
+    if limit and length and length > limit:
+        raise ValueError(
+            f"data.seq_length: got {length}: {type(model).__name__} begins to count positions after that of its "
+            f"padding, so that rows have {limit} tokens at most; set seq_length to {limit} or less"
         )
 
 

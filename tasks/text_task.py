@@ -32,7 +32,16 @@ from lit_fsdp.tasks.data import TaskData
 from lit_fsdp.tasks.lr_schedule import LRSchedule
 from lit_fsdp.tasks.masks import keep_branches, needs_mask
 from lit_fsdp.tasks.pretrained import PretrainedTask, read_tokenizer_files
-from lit_fsdp.tasks.text_model import CAUSAL_LM, ModelKind, build_model, check_data, check_length, check_packing
+from lit_fsdp.tasks.text_model import (
+    CAUSAL_LM,
+    ModelKind,
+    build_model,
+    check_data,
+    check_length,
+    check_packing,
+    check_positions,
+    count_positions,
+)
 
 # What Transformers asks whether a package is there, and its name for pip.
 _PACKAGES = {
@@ -110,6 +119,7 @@ class TextTask(PretrainedTask):
     @override
     def build_model(self, config: PreTrainedConfig) -> PreTrainedModel:
         model = build_model(config, self.attention, self.kind)
+        check_positions(model, getattr(self.trainer, "datamodule", None))
         strategy = self.trainer.strategy
         compile_settings = strategy.settings.compile if isinstance(strategy, FSDP2Strategy) else None
         name = choose_attention(
@@ -123,6 +133,11 @@ class TextTask(PretrainedTask):
             precision = self.trainer.precision if dtypes is None else dtypes.param_dtype or dtypes.storage_dtype
             rank_zero_info(f"attention: auto: {describe_attention(name, strategy.root_device, str(precision))}")
         return model
+
+    @property
+    def longest_row(self) -> int | None:
+        """How many tokens a row may have, as far as the model says."""
+        return None if self.model is None else count_positions(self.model)
 
     @property
     def _is_packed(self) -> bool:

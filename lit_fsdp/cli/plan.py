@@ -236,15 +236,16 @@ class PlanTrainer(PlannedTrainer):
 
     def _note_uncounted(self, found: Plan) -> Plan:
         """Say what callbacks keep that no engine knows of."""
-        given = self.given_config.get("trainer", {}).get("callbacks") or []
-        given = given if isinstance(given, list) else [given]
+        given = _list(self.given_config.get("trainer", {}).get("callbacks"))
         if "lit_fsdp.callbacks.EMA" not in [callback["class_path"] for callback in given]:
             return found
         num_bytes = 4 * found.num_trained // found.num_shards
         size, name = choose_unit(num_bytes)
         where = "host memory for each rank" if found.is_offloaded else "each GPU"
-        note = f"EMA: its average, {num_bytes / size:.2f} {name} of {where} in float32, is not counted"
-        return replace(found, notes=[*found.notes, note])
+        notes = [f"EMA: its average, {num_bytes / size:.2f} {name} of {where} in float32, is not counted"]
+        if any(note.startswith("overlap_optimizer") for note in found.notes):
+            notes.append("EMA: rules overlap_optimizer out, so that a step takes as long as without it")
+        return replace(found, notes=[*found.notes, *notes])
 
     def _write_config(self, path: Path, chosen: Candidate | None) -> None:
         if chosen is None:
@@ -299,8 +300,8 @@ class PlanCLI(TrainerCLI):
         if num_ranks > _MAX_RANKS:
             raise ConfigError(f"devices: {num_ranks:,} ranks on {trainer['num_nodes']:,} nodes: at most {_MAX_RANKS:,}")
         # Nothing of a run that would write, connect or listen is built.
-        for name in ("callbacks", "profiler"):
-            trainer[name] = None
+        trainer["callbacks"] = [callback for callback in _list(trainer["callbacks"]) if _is_scheduler(callback)]
+        trainer["profiler"] = None
         trainer["logger"] = False
         super().before_instantiate_classes()
 
@@ -310,7 +311,7 @@ class PlanCLI(TrainerCLI):
         parser = self._subcommand_parsers[self.subcommand]
         given = yaml.safe_load(parser.dump(self.config[self.subcommand], skip_default=True, skip_unset=False)) or {}
         for key, name in (("devices", "devices"), ("nodes", "num_nodes")):
-            if len(counts := _list_counts(given.get(key), key)) == 1:
+            if counts := _list_counts(given.get(key), key):  # of a range, what is planned is the first
                 given.setdefault("trainer", {})[name] = counts[0]
         return {key: value for key, value in given.items() if key not in _PLAN_KEYS}
 
@@ -318,7 +319,7 @@ class PlanCLI(TrainerCLI):
     def choose_parts(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         self.save_config_callback = None
         accelerator = "cpu" if settings["accelerator"] == "cpu" else PlannedGpu()
-        return {"callbacks": [], "logger": False, "enable_checkpointing": False, "accelerator": accelerator}
+        return {"logger": False, "enable_checkpointing": False, "accelerator": accelerator}
 
     @override
     def _run_subcommand(self, subcommand: str) -> None:
@@ -336,6 +337,15 @@ class PlanCLI(TrainerCLI):
 
 def _get_pretrained(config: Mapping[str, Any]) -> str:
     return str((config.get("model") or {}).get("init_args", {}).get("pretrained") or "plan")
+
+
+def _list(callbacks: Any) -> list[Any]:
+    return callbacks if isinstance(callbacks, list) else [callbacks] if callbacks else []
+
+
+def _is_scheduler(callback: Any) -> bool:
+    """Whether a callback, as configured, decides how many micro-batches a step accumulates."""
+    return str(callback["class_path"]).endswith(".GradientAccumulationScheduler")
 
 
 def _list_counts(value: int | str | None, setting: str) -> list[int]:

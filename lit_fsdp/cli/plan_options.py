@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
 from lit_fsdp.errors import ConfigError, suggest
 from lit_fsdp.tasks.model_config import load_config
 from lit_fsdp.weights.base_weights import CONFIG, fetch_pretrained
@@ -45,9 +47,11 @@ def spell_options(args: Sequence[str]) -> list[str]:
             taken[name] = value
         else:
             kept.append(name if value is None else f"{name}={value}")
-    has_config = any(name == "--config" for name, _ in rest)
-    settings = _write_settings(taken, has_config=has_config)
-    return [command[0], *settings, *kept] if not has_config else [command[0], *kept, *settings]
+    configs = [value for name, value in rest if name == "--config"]
+    settings = _write_settings(taken, has_config=bool(configs))
+    if "--model" in taken and any(_has_random_model(value) for value in configs):
+        settings.append("--model.config=null")
+    return [command[0], *kept, *settings] if configs else [command[0], *settings, *kept]
 
 
 def parse_counts(text: str, setting: str) -> list[int]:
@@ -93,6 +97,15 @@ def _is_pretrained(value: str | None) -> bool:
     if value is None or value.lstrip().startswith("{"):
         return False
     return "/" in value or Path(value).is_dir() or ("." not in value and value[:1].islower())
+
+
+def _has_random_model(config: str | None) -> bool:
+    """Whether a configuration has a model with random weights, which a named one takes the place of."""
+    try:
+        content = yaml.safe_load(Path(config or "").read_text(encoding="utf-8"))
+        return content["model"]["init_args"].get("config") is not None
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError):  # refused where it is read
+        return False
 
 
 def _write_settings(taken: Mapping[str, str | None], *, has_config: bool) -> list[str]:

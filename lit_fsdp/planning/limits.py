@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -53,28 +53,25 @@ def find_limits(trials: Trials, size: Size, device_bytes: int, hardware: Hardwar
     Raises:
         NoEstimateError: The data module has no such setting.
     """
-    unit = _LENGTH_STEP if size == "seq_length" else 1
-    bound = _get_longest(trials) if size == "seq_length" else _MOST_ROWS
-    unit = min(unit, bound)
+    sizes = _list_lengths(trials) if size == "seq_length" else trials.list_sizes(_MOST_ROWS)
     found = []
     for number, settings in list_frugal(trials):
 
         def try_size(count: int, number: int = number, settings: Settings = settings) -> Trial:
-            value = min(count * unit, bound)
+            value = sizes[count - 1]
             length, rows = (value, None) if size == "seq_length" else (None, value)
             return trials.estimate(settings, number=number, length=length, rows=rows)
 
         def count_left(count: int, try_size: Callable[[int], Trial] = try_size) -> int:
             return device_bytes - try_size(count).needed_bytes
 
-        high = -(-bound // unit)
-        count = find_largest(count_left, 1, high)
+        count = find_largest(count_left, 1, len(sizes))
         trial = try_size(count or 1)
         found.append(
             Limit(
                 changes=trial.changes,
-                value=None if count is None else min(count * unit, bound),
-                is_bound=count == high,
+                value=None if count is None else sizes[count - 1],
+                is_bound=count == len(sizes),
                 trial=trial,
                 time=None if hardware is None else trial.estimate_time(hardware),
             )
@@ -127,14 +124,17 @@ def list_frugal(trials: Trials) -> list[tuple[int, Settings]]:
     found = [(0, given)]
     if frugal != given or number:
         found.append((number, frugal))
-    if given.cpu_offload is None:
+    if trials.can_offload:
         found.append((number, replace(frugal, cpu_offload=CPUOffload())))
     return found
 
 
-def _get_longest(trials: Trials) -> int:
-    """Return the positions that the model has, as far as its configuration says."""
-    config = getattr(getattr(trials.steps[0][0].module, "model", None), "config", None)
+def _list_lengths(trials: Trials) -> Sequence[int]:
+    """Return lengths of rows, up to what the task or the configuration of its model says."""
+    module = trials.steps[0][0].module
+    config = getattr(getattr(module, "model", None), "config", None)
     text: Any = config if config is None or not hasattr(config, "get_text_config") else config.get_text_config()
-    longest = getattr(text, "max_position_embeddings", None)
-    return longest if isinstance(longest, int) and longest > 0 else _MOST_TOKENS
+    longest = getattr(module, "longest_row", None) or getattr(text, "max_position_embeddings", None)
+    bound = longest if isinstance(longest, int) and longest > 0 else _MOST_TOKENS
+    step = min(_LENGTH_STEP, bound)
+    return [*range(step, bound, step), bound]

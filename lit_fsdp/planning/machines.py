@@ -85,7 +85,8 @@ def scale(
     """Return the step on several numbers of ranks, each with the rows that are configured for one.
 
     Each has the mesh that is fastest there of those that fit: the configured one, shards over all, copies of shards in
-    each node, or a copy for each rank. Numbers that ranks of the same rows do not divide are left out.
+    each node, or a copy for each rank. Numbers that
+    ranks of the same rows, or a global batch, do not divide are left out.
 
     Args:
         trials: Of the step.
@@ -96,7 +97,7 @@ def scale(
     """
     found = []
     for ranks in all_ranks:
-        if ranks.world_size % trials.num_sharing:
+        if not trials.can_share(ranks):
             continue
         tried = [trials.estimate(settings, ranks=ranks) for settings in list_meshes(trials, ranks)]
         found.append(choose_machine(tried, hardware, device_bytes, prices))
@@ -155,7 +156,7 @@ def find_machines(trials: Trials, prices: Mapping[Gpu, float]) -> list[Machine]:
         trials: Of the step.
         prices: Of an hour of a GPU; without any, all GPUs are tried.
     """
-    sizes = [size for size in _NODE_SIZES if size % trials.num_sharing == 0]
+    sizes = [size for size in _NODE_SIZES if trials.can_share(Ranks(num_nodes=1, per_node=size))]
     by_size = {size: list(_list_settings(trials, Ranks(num_nodes=1, per_node=size))) for size in sizes}
     found: list[Machine] = []
     for gpu in prices or GPUS:

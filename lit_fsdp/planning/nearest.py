@@ -129,10 +129,11 @@ def _try_more_ranks(trials: Trials, hardware: Hardware, device_bytes: int) -> It
         try:
             trial = trials.estimate(ranks=Ranks(num_nodes=nodes, per_node=per_node))
             time = trial.estimate_time(hardware)
-        except ValueError:  # a mesh with numbers, or no link between nodes
+        except ValueError:  # a mesh with numbers, a global batch that they cannot share, or no link between nodes
             return
         if trial.needed_bytes <= device_bytes:
-            yield _describe(trial, changes, time, "trains the same, in larger steps")
+            cost = "trains the same" if trials.global_batch_size else "trains the same, in larger steps"
+            yield _describe(trial, changes, time, cost)
             return
 
 
@@ -156,7 +157,7 @@ def _list_single(trials: Trials) -> Iterator[tuple[int, Settings]]:
     if trials.ranks.resolve(given.mesh).num_shards > 1:
         value = given.sharding.reshard_after_forward is not True
         yield 0, replace(given, sharding=replace(given.sharding, reshard_after_forward=value))
-    if given.cpu_offload is None:
+    if trials.can_offload:
         yield 0, replace(given, cpu_offload=CPUOffload())
     for number, (_, changes) in enumerate(trials.steps):
         if changes and ("model.loss_chunks" not in changes or len(changes) == 1):  # one thing at a time

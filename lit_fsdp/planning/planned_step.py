@@ -19,10 +19,11 @@ from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.planning.auto_strategy import AutoFSDP2Strategy
 from lit_fsdp.planning.estimate import make_example_batch
 from lit_fsdp.planning.step_parts import NoEstimateError, Ranks
+from lit_fsdp.sharding.float8 import check_unadapted
 from lit_fsdp.sharding.mixed_precision import cast_parameters
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 from lit_fsdp.strategy.processes import count_devices
-from lit_fsdp.strategy.trainer_settings import check_trainer, refuse_overfit
+from lit_fsdp.strategy.trainer_settings import check_trainer, count_micro_batches, refuse_overfit
 
 
 class PlannedTrainer(Trainer):
@@ -99,10 +100,16 @@ def prepare_step(
         )
     _check_step(trainer, module, data)
     strategy.check_module(module)
+    num_micro_batches = count_micro_batches(trainer)
     strategy.settings.check_accumulation(
-        num_micro_batches=trainer.accumulate_grad_batches, is_automatic=module.automatic_optimization
+        num_micro_batches=num_micro_batches, is_automatic=module.automatic_optimization
     )
     notes = _prepare_module(trainer, module, data)
+    if num_micro_batches is None:
+        notes.append("GradientAccumulationScheduler changes how many micro-batches a step has: here it is one")
+    if (float8 := strategy.settings.float8) is not None:
+        float8.check_dtypes(strategy.precision_plugin.mixed_precision)
+        check_unadapted(module)
     try:
         batch = make_example_batch(data)
     except NoEstimateError as error:

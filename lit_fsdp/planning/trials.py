@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -106,6 +106,7 @@ class Trials:
         self.settings, self.ranks = step.strategy.settings, step.ranks
         self.micro_batch = measure_batch(step.module, step.batch)
         self.num_sharing = self.ranks.resolve(self.settings.mesh).num_sharing  # ranks that work on the same rows
+        self.global_batch_size: int | None = getattr(data, "global_batch_size", None)
 
     def estimate(
         self,
@@ -127,24 +128,44 @@ class Trials:
 
         Raises:
             ConfigError: The step cannot be traced, or settings do not fit the ranks.
+            ValueError: The ranks cannot share ``data.global_batch_size``.
         """
         step, own = self.steps[number]
         settings, ranks, model = settings or self.settings, ranks or self.ranks, self._models[number]
         batch = step.batch if rows is None and length is None else self._make_batch(rows, length)
         micro_batch = measure_batch(step.module, batch)
-        key = f"{number} {settings} {ranks} {micro_batch}"
+        num_micro_batches = self._count_micro_batches(step, rows, ranks)
+        key = f"{number} {settings} {ranks} {micro_batch} {num_micro_batches}"
         if key not in self._known:
-            moved = replace(step, batch=batch, ranks=ranks)
+            moved = replace(step, batch=batch, ranks=ranks, num_micro_batches=num_micro_batches)
             self._known[key] = self._count(moved, model, settings, micro_batch)
         return Trial(
             model=model,
             settings=settings,
             ranks=ranks,
             micro_batch=micro_batch,
-            num_micro_batches=step.num_micro_batches,
+            num_micro_batches=num_micro_batches,
             cost=self._known[key],
             changes={**own, **list_changes(self.settings, settings)},
         )
+
+    def can_share(self, ranks: Ranks) -> bool:
+        """Whether these ranks can share rows, and a global batch, as the configured ones do."""
+        num_shares, rest = divmod(ranks.world_size, self.num_sharing)
+        total: Any = self.global_batch_size
+        return not rest and (total is None or total % (num_shares * self._get_size()) == 0)
+
+    def list_sizes(self, most: int) -> Sequence[int]:
+        """Return what ``data.batch_size`` may be on the configured ranks, at most ``most``."""
+        if self.global_batch_size is None:
+            return range(1, most + 1)
+        share = self.global_batch_size * self.num_sharing // self.ranks.world_size
+        return [size for size in range(1, min(most, share) + 1) if share % size == 0]
+
+    @property
+    def can_offload(self) -> bool:
+        """Whether shards may go to the host: not where they are, and not with pages, which are on the host already."""
+        return self.settings.cpu_offload is None and self._models[0].optimizer.name != "adamw_8bit_paged"
 
     def find_chunked_loss(self) -> int | None:
         """Return the number of the step that only ``model.loss_chunks`` tells from the first, ``None`` without one."""
@@ -161,6 +182,20 @@ class Trials:
         except UnreadableModuleError:
             return True
         return False
+
+    def _get_size(self) -> int:
+        data: Any = self._data
+        size: int = data.batch_size
+        return size
+
+    def _count_micro_batches(self, step: PlannedStep, size: int | None, ranks: Ranks) -> int:
+        if self.global_batch_size is None:
+            return step.num_micro_batches
+        at_once = (size or self._get_size()) * ranks.world_size // self.num_sharing
+        num, rest = divmod(self.global_batch_size, at_once)
+        if rest:
+            raise ValueError(f"data.global_batch_size: got {self.global_batch_size}: expected a multiple of {at_once}")
+        return num
 
     def _count(self, step: PlannedStep, model: ModelToTrain, settings: Settings, micro_batch: MicroBatch) -> StepCost:
         if not self.is_traced:

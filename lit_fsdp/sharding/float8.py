@@ -60,21 +60,26 @@ class Float8:
                 f"float8: {torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]}: expected "
                 "8.9 or more, such as RTX 4090 or H100; leave it out"
             )
-        if dtypes.param_dtype != "bfloat16":
+        self.check_dtypes(dtypes)
+
+    def check_dtypes(self, dtypes: MixedPrecision) -> None:
+        """Refuse a dtype of the compute that its kernels do not have.
+
+        Raises:
+            ValueError: With what would work.
+        """
+        if not self.emulate and dtypes.param_dtype != "bfloat16":
             raise ValueError(
                 f"float8: got a compute in {dtypes.param_dtype or 'float32'}: its kernels return bfloat16; set "
                 "trainer.precision to bf16-mixed or bf16-true"
             )
 
 
-def convert_linears(model: nn.Module, settings: Float8) -> list[str]:
-    """Make linear layers multiply in float8, in place; names and values of parameters stay. Before sharding.
-
-    Returns:
-        Layers that stay as they are because their sizes do not divide by 16.
+def check_unadapted(model: nn.Module) -> None:
+    """Refuse a model that gains nothing by products in float8.
 
     Raises:
-        ValueError: The model has adapters or quantized weights, a name to skip is none of it, or nothing is left.
+        ValueError: It has adapters or quantized weights.
     """
     if next(iterate_quantized(model), None) is not None:
         raise ValueError(
@@ -86,6 +91,18 @@ def convert_linears(model: nn.Module, settings: Float8) -> list[str]:
             "float8: the model has adapters, and torchao would compute gradients of the frozen weights below them too, "
             "which takes longer than without it; leave float8 or lora out"
         )
+
+
+def convert_linears(model: nn.Module, settings: Float8) -> list[str]:
+    """Make linear layers multiply in float8, in place; names and values of parameters stay. Before sharding.
+
+    Returns:
+        Layers that stay as they are because their sizes do not divide by 16.
+
+    Raises:
+        ValueError: The model has adapters or quantized weights, a name to skip is none of it, or nothing is left.
+    """
+    check_unadapted(model)
     float8 = _import_torchao()
     linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     skipped = _find_skipped(model, settings, linears)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from launches import write_run
 from plan_runs import enter_folder, main, plan
 
@@ -60,6 +61,22 @@ def test_a_name_of_the_hub_needs_no_owner(model: str, monkeypatch: pytest.Monkey
 
 def raise_unreachable(*_: Any, **__: Any) -> None:
     raise ValueError("the Hub is not there")
+
+
+@pytest.mark.full
+def test_a_model_takes_the_place_of_one_with_random_weights(folder: Path) -> None:
+    (folder / "named.yaml").write_text(json.dumps(make_settings("tiny", "full", 256)))
+    assert spell_options(["plan", "--config=run.yaml", "--model=tiny"])[-1] == "--model.config=null"
+    assert spell_options(["plan", "--config=named.yaml", "--model=tiny"])[-1] == "--model.pretrained=tiny"
+    found = plan("--config=run.yaml", "--model=./tiny")
+    assert found["memory"] == plan("--config=run.yaml")["memory"]
+
+
+@pytest.mark.full
+def test_the_first_number_of_a_range_is_written_where_it_was_searched(folder: Path) -> None:
+    options = ("--config=run.yaml", GPU, "--device-memory=1.2GiB", "--search")
+    plan(*options, "--devices=2..3", "--write=chosen.yaml")
+    assert yaml.safe_load((folder / "chosen.yaml").read_text())["trainer"]["devices"] == 2
 
 
 @pytest.mark.full

@@ -58,6 +58,10 @@ class Data(pl.LightningDataModule):
 """
 
 
+ROBERTA = "{model_type: roberta, is_decoder: true, vocab_size: 320, hidden_size: 32, intermediate_size: 64, "
+ROBERTA += "num_hidden_layers: 1, num_attention_heads: 2, max_position_embeddings: 32, pad_token_id: 1}"
+
+
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     enter_folder(tmp_path, monkeypatch)
@@ -85,6 +89,7 @@ def check_refused(args: list[str], said: str, capfd: pytest.CaptureFixture[str])
         ("--trainer.overfit_batches=2", "set limit_train_batches: 2 and data.shuffle: false instead"),
         ("--trainer.overfit_batches=0.25", "set limit_train_batches: 0.25 and data.shuffle: false instead"),
         ("--trainer.gradient_clip_val=-1", "gradient_clip_val: got -1"),
+        (f"--model.init_args.config={ROBERTA}", "seq_length: got 32: RobertaForCausalLM begins to count positions"),
     ],
 )
 def test_what_fit_refuses_is_not_planned(option: str, said: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -173,3 +178,31 @@ def test_both_engines_call_the_place_of_the_peak_alike() -> None:
     options = ["--config=run.yaml", "--devices=2", "--model.config.tie_word_embeddings=true", "--data.seq_length=128"]
     found: list[dict[str, Any]] = [plan(*options, *more)["memory"] for more in ((), ("--exact=true",))]
     assert {memory["peak_unit"] for memory in found} == {"(outside units)"}, json.dumps(found)[:500]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--trainer.precision=32-true"], "float8: got a compute in float32"),
+        (["--trainer.precision=bf16-mixed", "--model.lora.r=4"], "float8: the model has adapters"),
+    ],
+)
+def test_float8_is_refused_where_fit_refuses_it(
+    options: list[str], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    check_refused(
+        ["--config=run.yaml", "--trainer.strategy=lit_fsdp.FSDP2Strategy", "--trainer.strategy.float8={}", *options],
+        said,
+        capfd,
+    )
+
+
+def test_accumulation_by_a_schedule_is_planned_with_a_note(capfd: pytest.CaptureFixture[str]) -> None:
+    schedule = "[{class_path: GradientAccumulationScheduler, init_args: {scheduling: {0: 4}}}]"
+    options = [
+        "--trainer.strategy=lit_fsdp.FSDP2Strategy",
+        "--trainer.strategy.sharding.no_sync=true",
+        f"--trainer.callbacks={schedule}",
+    ]
+    assert main(["plan", "--config=run.yaml", "--devices=2", *options]) == 0
+    assert "note: GradientAccumulationScheduler changes how many micro-batches" in capfd.readouterr().out

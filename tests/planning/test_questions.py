@@ -125,6 +125,27 @@ def test_rows_of_a_range_are_the_plans_of_each_number_and_cost_what_their_hours_
     assert any(machine["changes"] for machine in found)
 
 
+def test_a_global_batch_stays_what_it_is_on_any_number_of_gpus_and_with_any_micro_batch() -> None:
+    options = ("--config=run.yaml", "--data.batch_size=4", "--data.global_batch_size=24", GPU)
+    found = plan(*options, "--devices=1..4")["scaling"]["machines"]
+    assert [machine["devices"] for machine in found] == [1, 2, 3]  # 24 rows are no whole number of 4 x 4
+    for machine in found:
+        single = plan(*options, f"--devices={machine['devices']}")
+        assert single["micro_batches"] == 6 // machine["devices"]
+        if not machine["changes"]:
+            assert single["time"]["step_s"] == pytest.approx(machine["time"]["step_s"])
+    for limit in plan(*options, "--devices=2", "--largest")["largest"]["limits"]:
+        assert 12 % limit["value"] == 0
+
+
+def test_pages_of_an_optimizer_are_not_offloaded_again() -> None:
+    options = ("--config=run.yaml", "--model.optimizer.name=adamw_8bit_paged", "--devices=2", GPU, "--longest")
+    found = plan(*options)
+    settings = [limit["changes"] for limit in found["longest"]["limits"]]
+    assert len(settings) == 2
+    assert not any(key.endswith("cpu_offload") for changes in settings for key in changes)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["tensor", "sequence"])
 def test_ranks_that_share_rows_stay_together_on_any_number(name: str) -> None:
@@ -211,7 +232,7 @@ def test_machines_keep_recomputation_that_has_settings_of_its_own() -> None:
         settings=Settings(activation_checkpointing=own),
         find_chunked_loss=lambda: None,
         estimate=estimate,
-        num_sharing=1,
+        can_share=lambda ranks: True,
     )
     assert find_machines(trials, {}) == []
     assert set(tried) == {own}

@@ -52,12 +52,13 @@ class Problem:
         splits_batch: Whether ``data.batch_size`` may change, with accumulation in return.
         hardware: What it would run on.
         device_bytes: Memory of one GPU.
+        batch_size: ``data.batch_size``, where it is not the rows of a micro-batch: those of a pair are two.
         sets_accumulation: Whether the accumulation is a setting of its own: not with ``data.global_batch_size``.
         tries_optimizers: Whether the optimizer may change.
         device_type: ``cuda``, or ``cpu`` for a run that is tried out there.
         host_bytes: Memory of each node for what is offloaded, where it is known.
-        measure: Returns the shape of a micro-batch by its number of rows; by default as configured, with those rows.
-        trace: Where the closed form has no rules: follows a step of a model with these settings, rows and number of
+        measure: Returns the shape of a micro-batch by ``data.batch_size``; by default as configured, with those rows.
+        trace: Where the closed form has no rules: follows a step of a model with these settings, size and number of
             micro-batches. That takes seconds, so smaller batches and other trainings are only tried where nothing fits.
         only_fastest: Leave out what can only be slower than what fits, or larger than what does not.
     """
@@ -70,6 +71,7 @@ class Problem:
     splits_batch: bool
     hardware: Hardware
     device_bytes: int
+    batch_size: int | None = None
     sets_accumulation: bool = True
     tries_optimizers: bool = True
     device_type: str = "cuda"
@@ -77,6 +79,11 @@ class Problem:
     measure: Callable[[int], MicroBatch] | None = None
     trace: Callable[[ModelToTrain, Settings, int, int], StepCost] | None = None
     only_fastest: bool = False
+
+    @property
+    def given_size(self) -> int:
+        """The configured ``data.batch_size``."""
+        return self.micro_batch.rows if self.batch_size is None else self.batch_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +123,7 @@ def search(problem: Problem) -> list[Candidate]:
     it. Of every other training it is the fastest that fits and the smallest. Where none of a training fits, it is the
     nearest to it. The global batch stays as it is. Offload is only tried where nothing fits without.
     """
-    configured = _estimate(problem, problem.variants[0], problem.settings, problem.micro_batch.rows)
+    configured = _estimate(problem, problem.variants[0], problem.settings, problem.given_size)
     found: list[Candidate] = []
     for variant in problem.variants if problem.trace is None else _spread_optimizers(problem):
         if problem.trace is not None and any(candidate.fits for candidate in found):
@@ -193,12 +200,12 @@ def _is_beaten(settings: Settings, known: Candidate) -> bool:
 def count_tries(problem: Problem) -> int:
     """Return how many settings a search tries at most without offload, for the configured model and batch."""
     variant = problem.variants[0]
-    return len({problem.settings, *_list_settings(problem, variant, None, problem.micro_batch.rows)})
+    return len({problem.settings, *_list_settings(problem, variant, None, problem.given_size)})
 
 
 def _list_rows(problem: Problem) -> list[int]:
-    """Return rows of a micro-batch to try; to trace, from the configured ones down."""
-    rows = problem.micro_batch.rows
+    """Return sizes of a micro-batch to try; to trace, from the configured ones down."""
+    rows = problem.given_size
     if not problem.splits_batch:
         return [rows]
     total = rows * problem.num_micro_batches
@@ -221,7 +228,7 @@ def _list_settings(problem: Problem, variant: Variant, offload: CPUOffload | Non
     is_plain = recomputes[0] == ActivationCheckpointing(mode=recomputes[0].mode)
     if is_plain and any(unit.kind == "block" for unit in variant.model.units):
         recomputes = [ActivationCheckpointing(mode=mode) for mode in ("none", "selective", "full")]
-    accumulates = problem.micro_batch.rows * problem.num_micro_batches > rows
+    accumulates = problem.given_size * problem.num_micro_batches > rows
     for mesh_sizes, mesh in by_sizes.items():
         shards = mesh_sizes.num_shards
         keeps: list[tuple[bool | int, bool]] = [(True, False), (False, False), *[(False, True)] * accumulates]
@@ -267,7 +274,7 @@ def _list_optimizers(variant: Variant, offload: CPUOffload | None) -> list[Optim
 def _estimate(problem: Problem, variant: Variant, settings: Settings, rows: int) -> Candidate:
     model, configured = variant.model, problem.variants[0].model
     micro_batch = problem.measure(rows) if problem.measure else replace(problem.micro_batch, rows=rows)
-    num = problem.micro_batch.rows * problem.num_micro_batches // rows
+    num = problem.given_size * problem.num_micro_batches // rows
     common: dict[str, Any] = {"ranks": problem.ranks, "num_micro_batches": num}
     cost: StepCost
     if problem.trace is not None:
@@ -288,7 +295,7 @@ def _estimate(problem: Problem, variant: Variant, settings: Settings, rows: int)
     needed_bytes = compute_needed_bytes(cost, problem.ranks.resolve(settings.mesh))
     has_host = problem.host_bytes is None or host_bytes * problem.ranks.per_node <= problem.host_bytes
     own = dict(variant.changes)
-    if rows != problem.micro_batch.rows:
+    if rows != problem.given_size:
         own["data.batch_size"] = rows
         if problem.sets_accumulation:
             own["trainer.accumulate_grad_batches"] = num

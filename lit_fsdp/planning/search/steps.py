@@ -36,13 +36,15 @@ def search_steps(
     is_split = step.strategy.settings.mesh.tensor > 1
     # Adapters, quantized layers and other optimizers are refused there.
     problem, unit, reason = _describe_problem(steps[:1] if is_split else steps, hardware, device_bytes)
+    if isinstance(size := getattr(data, "batch_size", None), int):
+        problem = replace(problem, batch_size=size)
     if is_split:
         problem = replace(problem, tries_optimizers=False)
     if reason:
         print(f"note: {reason}: each setting is traced, up to a minute each, and batch and model stay as they are")
         return search(replace(problem, trace=make_tracer([step], None))), unit
     if _splits_batch(trainer, step, data):
-        problem = replace(problem, splits_batch=True, measure=partial(_measure_rows, step, data))
+        problem = replace(problem, splits_batch=True, measure=partial(_measure_size, step, data))
         problem = replace(problem, sets_accumulation=getattr(data, "global_batch_size", None) is None)
     try:
         return search(problem), unit
@@ -95,9 +97,9 @@ def _describe_problem(steps: Steps, hardware: Hardware, device_bytes: int) -> tu
     return problem, unit, reason
 
 
-def _measure_rows(step: PlannedStep, data: Any, rows: int) -> MicroBatch:
+def _measure_size(step: PlannedStep, data: Any, size: int) -> MicroBatch:
     """Return the shape of a micro-batch of another size: what must be masked may change with it."""
-    given, data.batch_size = data.batch_size, rows
+    given, data.batch_size = data.batch_size, size
     try:
         return measure_batch(step.module, data.make_example_batch())
     finally:
@@ -109,4 +111,14 @@ def _splits_batch(trainer: Trainer, step: PlannedStep, data: Any) -> bool:
     mixes = getattr(step.module, "mixup", None) is not None  # images of a micro-batch with each other
     counts = [trainer.val_check_interval, trainer.limit_train_batches]  # as whole numbers, of micro-batches
     is_counting = any(isinstance(count, int) and not isinstance(count, bool) for count in counts)
-    return isinstance(getattr(data, "batch_size", None), int) and not mixes and not is_counting
+    is_sized = isinstance(getattr(data, "batch_size", None), int)
+    return is_sized and not mixes and not is_counting and _adds_up(step)
+
+
+def _adds_up(step: PlannedStep) -> bool:
+    """Whether the loss of a micro-batch is made of those of its parts, as far as the module says."""
+    split: Any = getattr(step.module, "split_batch", None)
+    try:
+        return split is None or bool(split(step.batch, 2))
+    except ValueError:
+        return False

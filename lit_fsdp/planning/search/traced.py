@@ -26,7 +26,6 @@ from lightning.pytorch import LightningModule
 
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.planning.auto_strategy import NAME
-from lit_fsdp.planning.estimate import measure_batch
 from lit_fsdp.planning.planned_step import PlannedGpu, PlannedStep, PlannedTrainer, describe_step, enter_fit
 from lit_fsdp.planning.search.process import REQUEST, RESULT, RequestReader, SearchRequest
 from lit_fsdp.planning.search.search import Candidate, search
@@ -45,19 +44,19 @@ def make_tracer(
 
     Args:
         steps: One for each model of the search, whose modules stay as they are.
-        data: The data module, whose ``batch_size`` is set where rows are not those of the steps; ``None`` if they
+        data: The data module, whose ``batch_size`` is set where it is another; ``None`` if they
             always are, as where the module does not say how many those are.
         who: Searches, for the line that each trace prints.
     """
     by_module = {id(step.module): step for step in steps}
     traced: dict[str, TracedStep] = {}
 
-    def trace(model: ModelToTrain, settings: Settings, rows: int, num_micro_batches: int) -> TracedStep:
-        key = f"{id(model.module)} {model.optimizer} {settings} {rows} {num_micro_batches}"
+    def trace(model: ModelToTrain, settings: Settings, size: int, num_micro_batches: int) -> TracedStep:
+        key = f"{id(model.module)} {model.optimizer} {settings} {size} {num_micro_batches}"
         if key not in traced:
             step = replace(by_module[id(model.module)], num_micro_batches=num_micro_batches)
             begin = time.monotonic()
-            traced[key] = run_apart(lambda: _trace(step, model, settings, rows, data, who), who)
+            traced[key] = run_apart(lambda: _trace(step, model, settings, size, data, who), who)
             peak_gib, seconds = traced[key].memory.peak.num_bytes / 2**30, time.monotonic() - begin
             print(f"{who}: traced {len(traced)}: {peak_gib:.2f} GiB, in {seconds:.1f} s", file=sys.stderr, flush=True)
         return traced[key]
@@ -83,13 +82,13 @@ def answer(packed: bytes) -> list[Candidate] | str:
         return f"{print_error(error)}, see the traceback above"
 
 
-def _trace(step: PlannedStep, model: ModelToTrain, settings: Settings, rows: int, data: Any, who: str) -> TracedStep:
+def _trace(step: PlannedStep, model: ModelToTrain, settings: Settings, size: int, data: Any, who: str) -> TracedStep:
     module: Any = step.module
     step.strategy.settings = settings
     if hasattr(module, "optimizer_settings"):
         module.optimizer_settings = model.optimizer
-    if data is not None and measure_batch(module, step.batch).rows != rows:
-        data.batch_size = rows
+    if getattr(data, "batch_size", size) != size:
+        data.batch_size = size
         step = replace(step, batch=data.make_example_batch())
     return unfold_step(step, who=who)
 
