@@ -52,7 +52,7 @@ from lit_fsdp.strategy.lightning_strategies import (
     shard_like_fsdp2,
 )
 from lit_fsdp.strategy.overlapped_optimizer import get_overlapped_steps
-from lit_fsdp.strategy.trainer_settings import get_data_ranks
+from lit_fsdp.strategy.trainer_settings import check_learning_rate_finder, get_data_ranks
 from lit_fsdp.tasks.lr_schedule import ConfiguredLR, LRSchedule
 from lit_fsdp.weights.load import init_weights, materialize
 
@@ -206,6 +206,7 @@ class Task(TakesMappings, LightningModule):
         if self.trainer.state.fn == TrainerFn.FITTING:
             is_offloaded = isinstance(strategy, FSDP2Strategy) and strategy.settings.cpu_offload is not None
             self.optimizer_settings.check_device(torch.device("cpu") if is_offloaded else strategy.root_device)
+            check_learning_rate_finder(self)
         if not isinstance(strategy, FSDP2Strategy):
             shard_like_fsdp2(self, self.trainer)
             materialize(

@@ -102,6 +102,7 @@ IMPORTS = {
 ATTRIBUTES = {
     "jsonargparse": {"_actions", "_get", "_subcommand_parsers", "_typehint"},
     "lightning": {
+        "_attr_name",
         *(
             "_after_closure",
             "_wrap_closure",

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from enum import Enum
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -292,6 +293,7 @@ class TrainerCLI(LightningCLI):
         refuse_left_out(self.config[self.subcommand])
         self.refuse_launcher()
         trainer = self._get(self.config, "trainer")
+        trainer["callbacks"] = _spell_enums(trainer["callbacks"])
         if trainer["accelerator"] == "cpu":
             # Of this process and the ranks it starts. Else peft, by bitsandbytes, and Lightning, by its sanity check,
             # start CUDA on each GPU; seen in peft 0.21 and lightning 2.6.
@@ -378,6 +380,8 @@ class TrainerCLI(LightningCLI):
         """Return what the Trainer is built of besides its settings: loggers and callbacks."""
         given = settings["callbacks"] or []
         given = list(given) if isinstance(given, list | tuple) else [given]
+        if settings["barebones"]:  # in which Lightning has neither loggers nor callbacks of its own
+            return {"callbacks": given, "logger": settings["logger"]}
         keys = ("progress_bar", "run_summary", "monitoring", "verbosity")
         options = {key: self._get(self.config_init, key) for key in keys}
         added = choose_callbacks(given, settings, command=self.command, run_root=self.run_root, **options)
@@ -725,6 +729,20 @@ def _check_root(root: Any) -> None:
             refuse_no_folder("trainer.default_root_dir", Path(root))
         except ValueError as error:
             raise ConfigError(str(error)) from None
+
+
+def _spell_enums(value: Any) -> Any:
+    """Return settings with the words of an enum in its place: defaults such as those of Lightning's ``Timer``.
+
+    jsonargparse (seen in 4.53) cannot write an enum where a parameter is annotated as text.
+    """
+    if isinstance(value, Enum) and isinstance(value, str):
+        return value.value
+    if isinstance(value, list):
+        return [_spell_enums(item) for item in value]
+    if isinstance(value, Namespace):
+        return Namespace({name: _spell_enums(item) for name, item in vars(value).items()})  # type: ignore[no-untyped-call]
+    return value
 
 
 def _check_strategy_name(strategy: Any) -> None:

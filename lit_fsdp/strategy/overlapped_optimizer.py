@@ -6,13 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import (
-    EMAWeightAveraging,
-    LambdaCallback,
-    ModelPruning,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
@@ -20,7 +14,6 @@ from lit_fsdp.optim.overlapped_steps import OverlappedSteps, describe_whole
 from lit_fsdp.sharding.shard import find_roots
 
 _KNOWN = ("lit_fsdp.", "lightning.", "torch.")  # torch has made what fully_shard makes of a class
-_READERS = (EMAWeightAveraging, LambdaCallback, ModelPruning, StochasticWeightAveraging, WeightAveraging)
 
 
 def overlap_optimizer(module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> OverlappedSteps:
@@ -56,7 +49,7 @@ def _may_read_weights(hooked: Any) -> bool:
         return said
     bases = type(hooked).__mro__
     own = bases[: next(i for i, base in enumerate(bases) if base in (pl.LightningModule, pl.Callback))]
-    return isinstance(hooked, _READERS) or any(not base.__module__.startswith(_KNOWN) for base in own)
+    return isinstance(hooked, LambdaCallback) or any(not base.__module__.startswith(_KNOWN) for base in own)
 
 
 def _get_name(hooked: Any) -> str:

@@ -10,13 +10,17 @@ from weakref import WeakKeyDictionary
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
     GradientAccumulationScheduler,
+    LearningRateFinder,
     ModelCheckpoint,
+    ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
 )
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.parsing import lightning_hasattr
 
 from lit_fsdp.checkpoint.remote import Location, RemotePath, locate
 from lit_fsdp.sharding.mesh import DataRanks
@@ -190,6 +194,34 @@ def check_trainer(trainer: pl.Trainer) -> None:
             raise ValueError(  # noqa: TRY004  a setting, not a type in code
                 f"callbacks: got {name}: it copies the model before that is sharded; take lit_fsdp.callbacks.EMA"
             )
+        if isinstance(callback, ModelPruning):
+            raise ValueError(  # noqa: TRY004
+                "callbacks: got ModelPruning: it lists parameters before the model is sharded; prune what is exported"
+            )
+
+        if isinstance(callback, BackboneFinetuning) and (module := getattr(trainer, "lightning_module", None)):
+            _check_attribute(callback, module, "backbone")
+
+
+def check_learning_rate_finder(module: pl.LightningModule) -> None:
+    """Refuse Lightning's ``LearningRateFinder`` for a built module without an attribute that it could change.
+
+    Raises:
+        ValueError: With the names that it looks for.
+    """
+    callbacks: list[pl.Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        if isinstance(callback, LearningRateFinder):
+            told = callback._attr_name  # private, seen in lightning 2.6.6
+            _check_attribute(callback, module, *([told] if told else ["lr", "learning_rate"]))
+
+
+def _check_attribute(callback: pl.Callback, module: pl.LightningModule, *names: str) -> None:
+    if not any(lightning_hasattr(module, name) for name in names):
+        raise ValueError(
+            f"callbacks: got {type(callback).__name__}: {type(module).__name__} has no {' or '.join(names)}, which it "
+            "changes: it is for modules of your own that have one; leave it out"
+        )
 
 
 def list_checkpoint_folders(trainer: pl.Trainer) -> list[Location]:

@@ -254,3 +254,23 @@ def test_a_row_fails_on_files_that_are_gone_or_changed(tmp_path: Path) -> None:
     assert check_row(row, ended, compare_contents(before, list_contents(tmp_path))) == (
         "gone a, changed b: ['error: x']"
     )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "options",
+    [
+        [
+            "--trainer.callbacks=[{class_path: Timer, init_args: {duration: '00:12:00:00'}}]"
+        ],  # with an enum in a default
+        ["--trainer.barebones=true", "--trainer.log_every_n_steps=null", "--trainer.enable_progress_bar=null"],
+    ],
+    ids=["timer", "barebones"],
+)
+def test_what_lightning_has_by_default_is_no_obstacle(
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path)
+    (ended,) = fork_ranks("fit", "--config", "run.yaml", "--monitoring=false", *options, ranks=1)
+    assert ended.code == 0, ended

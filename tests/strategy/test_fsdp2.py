@@ -8,7 +8,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    EMAWeightAveraging,
+    LearningRateFinder,
+    ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.strategies import StrategyRegistry
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -263,6 +270,9 @@ def test_lists_of_yaml_and_tuples_of_python_are_the_same_settings() -> None:
         ({"limit_train_batches": 0}, "limit_train_batches: got 0: nothing would be trained"),
         ({"callbacks": [EMAWeightAveraging()]}, "callbacks: got EMAWeightAveraging: .* lit_fsdp.callbacks.EMA"),
         ({"callbacks": [StochasticWeightAveraging(1e-3)]}, "got StochasticWeightAveraging: it copies the model"),
+        ({"callbacks": [ModelPruning("l1_unstructured")]}, "got ModelPruning: it lists parameters before"),
+        ({"callbacks": [LearningRateFinder()]}, "got LearningRateFinder: CausalLM has no lr or learning_rate"),
+        ({"callbacks": [BackboneFinetuning()]}, "got BackboneFinetuning: CausalLM has no backbone"),
     ],
     ids=lambda value: value if isinstance(value, str) else ",".join(value),  # not the addresses of callbacks
 )
