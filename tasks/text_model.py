@@ -109,7 +109,9 @@ def count_positions(model: nn.Module) -> int | None:
     limit: int | None = getattr(text, "max_position_embeddings", None)
     words = model.get_input_embeddings()  # type: ignore[operator]
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module is not words]
-    starts = [table.padding_idx + 1 for table in tables if table.num_embeddings == limit and table.padding_idx]
+    starts = [
+        table.padding_idx + 1 for table in tables if table.num_embeddings == limit and table.padding_idx is not None
+    ]
     return limit - max(starts, default=0) if limit else None
 
 
