@@ -3,7 +3,8 @@
     python benchmarks/precision_curves.py --seeds 3 --steps 150 --out benchmarks/results/precision_curves_DATE.md
 
 A small Llama learns the bytes of the language reference inside Python from random weights, in bf16-mixed on one rank,
-with the same weights, rows and learning rate in each way. On CPUs products in float8 are emulated: the same rounding,
+with the same weights, rows and learning rate in each way. One way more is bfloat16 with first weights that are a
+millionth larger: how far rounding alone moves a curve. On CPUs products in float8 are emulated: the same rounding,
 so a curve is what a GPU would give but for the order of sums, and times say nothing.
 """
 
@@ -39,6 +40,8 @@ WAYS: dict[str, dict[str, Any]] = {
         for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp")
     },
     "bf16, adamw_8bit": {"optimizer": "adamw_8bit"},
+    "float8 tensorwise, adamw_8bit": {"float8": Float8(emulate=not _HAS_FLOAT8), "optimizer": "adamw_8bit"},
+    "bf16, adamw, other rounding": {"weights_factor": 1 + 1e-6},
 }
 
 
@@ -57,6 +60,11 @@ def train(way: Mapping[str, Any], seed: int, steps: int) -> list[float]:
     losses: list[float] = []
 
     class Keep(pl.Callback):
+        def on_fit_start(self, _: Any, module: Any) -> None:
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter.mul_(way.get("weights_factor", 1.0))
+
         def on_train_batch_end(self, _: Any, module: Any, *__: Any) -> None:
             losses.append(float(module.step_loss))
 
