@@ -247,6 +247,11 @@ class Task(TakesMappings, LightningModule):
             dist.all_reduce(total)
         return loss_sum * (self.trainer.world_size / total.clamp(min=1)).to(loss_sum.dtype)
 
+    @property
+    def is_sum_of_rows(self) -> bool:
+        """Whether the loss of a step is the same however its rows are dealt to micro-batches."""
+        return True
+
     def split_batch(self, batch: Any, num_parts: int) -> Sequence[BatchPart]:
         """Return a micro-batch in parts of fewer rows, for a step that ran out of memory; see ``oom_retries``.
 

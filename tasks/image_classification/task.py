@@ -231,9 +231,14 @@ class ImageClassification(Classifier):
             logits.float(), labels, reduction="sum", ignore_index=IGNORED, label_smoothing=label_smoothing
         )
 
+    @property
+    @override
+    def is_sum_of_rows(self) -> bool:
+        return self.mixup is None
+
     @override
     def split_batch(self, batch: Batch, num_parts: int) -> Sequence[BatchPart]:
-        if self.mixup is not None:
+        if not self.is_sum_of_rows:
             raise ValueError("mixup mixes images of one micro-batch, which parts would change")
         return super().split_batch({name: batch[name] for name in ("pixel_values", "labels")}, num_parts)
 

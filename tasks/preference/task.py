@@ -323,10 +323,15 @@ class PreferenceTuning(CausalLM):
         return self._score(self.model, inputs)[0].logps
 
     @override
+    @property
+    @override
+    def is_sum_of_rows(self) -> bool:
+        return not self.loss.is_unpaired and self.loss.loss_type != "orpo"
+
     @override
     def split_batch(self, batch: Batch, num_parts: int) -> Sequence[BatchPart]:
-        kind = self.loss.loss_type
-        if self.loss.is_unpaired or kind == "orpo":
+        if not self.is_sum_of_rows:
+            kind = self.loss.loss_type
             raise ValueError(f"loss_type {kind!r} has a mean over the micro-batch, which parts would change")
         # [2 * rows, ...] is first the chosen completions, then the rejected ones.
         pairs = {name: value.unflatten(0, (2, -1)).transpose(0, 1) for name, value in batch.items()}

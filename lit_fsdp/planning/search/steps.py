@@ -43,7 +43,7 @@ def search_steps(
     if reason:
         print(f"note: {reason}: each setting is traced, up to a minute each, and batch and model stay as they are")
         return search(replace(problem, trace=make_tracer([step], None))), unit
-    if _splits_batch(trainer, step, data):
+    if splits_batch(trainer, step, data):
         problem = replace(problem, splits_batch=True, measure=partial(_measure_size, step, data))
         problem = replace(problem, sets_accumulation=getattr(data, "global_batch_size", None) is None)
     try:
@@ -106,19 +106,9 @@ def _measure_size(step: PlannedStep, data: Any, size: int) -> MicroBatch:
         data.batch_size = given
 
 
-def _splits_batch(trainer: Trainer, step: PlannedStep, data: Any) -> bool:
+def splits_batch(trainer: Trainer, step: PlannedStep, data: Any) -> bool:
     """Whether micro-batches may be of another size, with accumulation in return, and all else stays the same."""
-    mixes = getattr(step.module, "mixup", None) is not None  # images of a micro-batch with each other
     counts = [trainer.val_check_interval, trainer.limit_train_batches]  # as whole numbers, of micro-batches
     is_counting = any(isinstance(count, int) and not isinstance(count, bool) for count in counts)
     is_sized = isinstance(getattr(data, "batch_size", None), int)
-    return is_sized and not mixes and not is_counting and _adds_up(step)
-
-
-def _adds_up(step: PlannedStep) -> bool:
-    """Whether the loss of a micro-batch is made of those of its parts, as far as the module says."""
-    split: Any = getattr(step.module, "split_batch", None)
-    try:
-        return split is None or bool(split(step.batch, 2))
-    except ValueError:
-        return False
+    return is_sized and not is_counting and getattr(step.module, "is_sum_of_rows", True)

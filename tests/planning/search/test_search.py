@@ -1,9 +1,11 @@
 """``plan --search``: what it tries, what it picks, and the configuration that it writes."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import yaml
 from launches import write_run
 from plan_runs import count_needed_bytes, enter_folder, main, plan
 from search_problems import BIGGER, describe, estimate_512
+from speech_training import build_task
 
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.planning.closed_form.engine import StepEstimate
@@ -18,11 +21,14 @@ from lit_fsdp.planning.closed_form.reader import UnreadableModuleError
 from lit_fsdp.planning.estimate import ModelToTrain
 from lit_fsdp.planning.search.report import apply_changes
 from lit_fsdp.planning.search.search import Candidate, Variant, choose, search
+from lit_fsdp.planning.search.steps import splits_batch
 from lit_fsdp.planning.step_parts import MicroBatch, Ranks
 from lit_fsdp.sharding.cpu_offload import CPUOffload
 from lit_fsdp.sharding.mesh import Mesh
 from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.shard import Compile, Sharding
+from lit_fsdp.tasks import ImageClassification, PreferenceTuning
+from lit_fsdp.tasks.image_classification.mixup import Mixup
 
 MIB = 2**20
 
@@ -178,6 +184,24 @@ def test_a_batch_of_pairs_is_split_by_its_own_size() -> None:
     split = [candidate.changes for candidate in found if "data.batch_size" in candidate.changes]
     assert split
     assert all(changes["data.batch_size"] * changes["trainer.accumulate_grad_batches"] == 8 for changes in split)
+
+
+@pytest.mark.parametrize(
+    ("task", "is_split"),
+    [
+        (lambda: PreferenceTuning(config=BIGGER), True),
+        (lambda: PreferenceTuning(config=BIGGER, loss_type="orpo"), False),  # a mean over the pairs of a micro-batch
+        (lambda: PreferenceTuning(config=BIGGER, loss_type="kto"), False),
+        (build_task, True),  # though it cannot be split once it is made
+        (lambda: ImageClassification(config={"model_type": "vit"}), True),
+        (lambda: ImageClassification(config={"model_type": "vit"}, mixup=Mixup(mixup_alpha=1.0)), False),
+    ],
+    ids=["dpo", "orpo", "kto", "speech", "images", "mixup"],
+)
+def test_a_batch_is_split_only_where_the_training_stays_the_same(task: Callable[[], Any], is_split: bool) -> None:
+    trainer: Any = SimpleNamespace(val_check_interval=1.0, limit_train_batches=1.0)
+    step: Any = SimpleNamespace(module=task())
+    assert splits_batch(trainer, step, SimpleNamespace(batch_size=8)) is is_split
 
 
 def test_changes_are_put_where_yaml_has_them() -> None:
