@@ -20,6 +20,7 @@ _HARMLESS = {
     *("configure_weights", "configure_callbacks", "get_seed", "get_lr_factors", "generate", "complete_sampling"),
     *("log", "log_dict", "log_step", "update_eval_loss", "state_dict", "load_state_dict", "lr_scheduler_step"),
     *("get_grad_norm", "check_loss_chunks", "check_sequence", "class_names", "skipped_images", "collect_export_files"),
+    *("is_sum_of_rows", "longest_row"),
 }
 _HARMLESS_PREFIXES = ("__", "on_", "validation_", "test_", "predict_")
 _LIBRARIES = {"lightning", "torch", "torchmetrics", "builtins", "abc", "typing"}
