@@ -107,6 +107,8 @@ def count_positions(model: nn.Module) -> int | None:
     """Return how many tokens a row may have, as far as the model says: RoBERTa's positions begin after its padding."""
     text = model.config.get_text_config()  # type: ignore[operator, union-attr]
     limit: int | None = getattr(text, "max_position_embeddings", None)
+    if getattr(text, "position_embedding_type", None) not in (None, "absolute"):  # a table may be there, unused
+        return limit
     words = model.get_input_embeddings()  # type: ignore[operator]
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module is not words]
     starts = [

@@ -103,6 +103,7 @@ ATTRIBUTES = {
     "jsonargparse": {"_actions", "_get", "_subcommand_parsers", "_typehint"},
     "lightning": {
         "_attr_name",
+        "_update_attr",
         *(
             "_after_closure",
             "_wrap_closure",

@@ -380,10 +380,11 @@ class TrainerCLI(LightningCLI):
         """Return what the Trainer is built of besides its settings: loggers and callbacks."""
         given = settings["callbacks"] or []
         given = list(given) if isinstance(given, list | tuple) else [given]
-        if settings["barebones"]:  # in which Lightning has neither loggers nor callbacks of its own
-            return {"callbacks": given, "logger": settings["logger"]}
         keys = ("progress_bar", "run_summary", "monitoring", "verbosity")
         options = {key: self._get(self.config_init, key) for key in keys}
+        if settings["barebones"]:  # in which Lightning has neither loggers nor callbacks of its own
+            rank_zero_info("trainer.barebones: nothing is logged, saved, shown or monitored")
+            return {"callbacks": given, "logger": settings["logger"]}
         added = choose_callbacks(given, settings, command=self.command, run_root=self.run_root, **options)
         parts: dict[str, Any] = {"callbacks": [*given, *added], "logger": choose_loggers(settings, self.run_root)}
         if self.command == "fit" and settings["log_every_n_steps"] is None:
@@ -732,11 +733,12 @@ def _check_root(root: Any) -> None:
 
 
 def _spell_enums(value: Any) -> Any:
-    """Return settings with the words of an enum in its place: defaults such as those of Lightning's ``Timer``.
+    """Return settings with the words of Lightning's enums in their place, such as the default of its ``Timer``.
 
-    jsonargparse (seen in 4.53) cannot write an enum where a parameter is annotated as text.
+    jsonargparse (seen in 4.53) cannot write an enum where a parameter is annotated as text. Where one is annotated as
+    an enum, as in callbacks of a user's own, it has to stay.
     """
-    if isinstance(value, Enum) and isinstance(value, str):
+    if isinstance(value, Enum) and type(value).__module__.startswith("lightning."):
         return value.value
     if isinstance(value, list):
         return [_spell_enums(item) for item in value]

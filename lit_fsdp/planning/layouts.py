@@ -74,8 +74,8 @@ def derive_speed(trial: Trial, *, compute_s: float, optimizer_s: float, other_s:
 def compare_layouts(trials: Trials, ranks: Ranks, hardware: Hardware, device_bytes: int | None) -> list[Layout]:
     """Return the step on one card, and in each way on all of them; the simplest of each mesh first.
 
-    Every rank keeps its rows, so the global batch grows with the ranks. Of each mesh that shards, fewer bits are tried
-    with what is fastest there. What a model cannot do is left out.
+    Every rank keeps its rows, so the global batch grows with the ranks unless it is a setting. Of each mesh that
+    shards, fewer bits are tried with what is fastest there. What a model cannot do is left out.
 
     Args:
         trials: Of the configured step.

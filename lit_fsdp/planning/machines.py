@@ -85,8 +85,8 @@ def scale(
     """Return the step on several numbers of ranks, each with the rows that are configured for one.
 
     Each has the mesh that is fastest there of those that fit: the configured one, shards over all, copies of shards in
-    each node, or a copy for each rank. Numbers that
-    ranks of the same rows, or a global batch, do not divide are left out.
+    each node, or a copy for each rank. Numbers that do not divide among ranks of the same rows, or a global batch, are
+    left out.
 
     Args:
         trials: Of the step.

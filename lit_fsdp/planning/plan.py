@@ -175,7 +175,8 @@ def _list_notes(settings: Settings, flops: Flops) -> Iterator[str]:
     if settings.compile is not None:
         yield "compile is left out: compiled blocks keep fewer activations, which no plan can see"
     if settings.float8 is not None:
-        yield "float8: time and memory are those without it; it needs GPUs of compute capability 8.9 or more"
+        needed = "" if settings.float8.emulate else "; it needs GPUs of compute capability 8.9 or more"
+        yield f"float8: time and memory are those without it{needed}"
     if settings.cpu_offload is not None:
         yield "offload: shards, gradients and optimizer state are in host memory, where the optimizer runs"
         if settings.cpu_offload.overlap_optimizer:

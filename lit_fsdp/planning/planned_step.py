@@ -106,6 +106,11 @@ def prepare_step(
     )
     notes = _prepare_module(trainer, module, data)
     if num_micro_batches is None:
+        if (number := trainer.accumulate_grad_batches) != 1:
+            raise ConfigError(
+                f"trainer.accumulate_grad_batches: got {number} beside GradientAccumulationScheduler, which decides "
+                "it: leave one of them out"
+            )
         notes.append("GradientAccumulationScheduler changes how many micro-batches a step has: here it is one")
     if (float8 := strategy.settings.float8) is not None:
         float8.check_dtypes(strategy.precision_plugin.mixed_precision)

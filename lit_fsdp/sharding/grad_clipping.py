@@ -101,7 +101,8 @@ def clip_grad_value(parameters: Iterable[Tensor], max_value: float) -> None:
 def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
     """Multiply every gradient by a number that may be on another device, in place."""
     for gradients in group_gradients(parameters):
-        # By a number of another dtype, a GPU multiplies one gradient after the other (seen in torch 2.11).
+        # By a number of another dtype, a GPU multiplies one gradient after the other (seen in torch 2.11). Those of 16
+        # bits are left to that, as rounding the number to theirs would change them more.
         dtype = torch.promote_types(gradients[0].dtype, torch.float32)
         torch._foreach_mul_(gradients, factor.to(gradients[0].device, dtype))
 

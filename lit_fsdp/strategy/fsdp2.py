@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -488,7 +489,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
             )
         is_fit = module.trainer.state.fn == TrainerFn.FITTING
         is_on_host = self.settings.cpu_offload is not None and self.root_device.type != "cpu"
-        idle = describe_idle_cores(self.num_processes, torch.get_num_threads()) if is_fit and is_on_host else None
+        idle = describe_idle_cores(self.num_processes, os.environ) if is_fit and is_on_host else None
         if idle is not None:
             rank_zero.rank_zero_warn(idle)
         if self.settings.float8 is not None and (odd := convert_linears(module, self.settings.float8)):

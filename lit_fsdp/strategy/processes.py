@@ -61,14 +61,14 @@ def describe_shared_cores(num_processes: int) -> str | None:
     return f"{num_processes} processes compute on {cores}, as there is no GPU for them: they wait for one another"
 
 
-def describe_idle_cores(num_processes: int, num_threads: int) -> str | None:
-    """Say that an optimizer on the host has one thread where it could have more; ``None`` where that is not so."""
+def describe_idle_cores(num_processes: int, environ: Mapping[str, str]) -> str | None:
+    """Say that torchrun leaves an optimizer on the host one core where it could have more, else ``None``."""
     num_cores = _count_cores() // num_processes
-    if num_threads > 1 or num_cores < 2:
+    if not is_torchrun(environ) or environ.get("OMP_NUM_THREADS") != "1" or num_cores < 2:
         return None
     return (
-        f"cpu_offload: the optimizer of each rank runs on 1 core of the host, where it could have {num_cores}: "
-        f"OMP_NUM_THREADS is 1, as torchrun sets it: set OMP_NUM_THREADS={num_cores} before it"
+        "cpu_offload: the optimizer of each rank runs on 1 core of the host: OMP_NUM_THREADS is 1, as torchrun sets "
+        f"it; set it before, such as to {num_cores}, the cores of this process for each rank"
     )
 
 

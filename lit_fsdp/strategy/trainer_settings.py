@@ -211,8 +211,9 @@ def check_learning_rate_finder(module: pl.LightningModule) -> None:
     """
     callbacks: list[pl.Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
-        if isinstance(callback, LearningRateFinder):
-            told = callback._attr_name  # private, seen in lightning 2.6.6
+        # Private, seen in lightning 2.6.6.
+        if isinstance(callback, LearningRateFinder) and callback._update_attr:
+            told = callback._attr_name
             _check_attribute(callback, module, *([told] if told else ["lr", "learning_rate"]))
 
 

@@ -322,7 +322,6 @@ class PreferenceTuning(CausalLM):
         assert self.model is not None
         return self._score(self.model, inputs)[0].logps
 
-    @override
     @property
     @override
     def is_sum_of_rows(self) -> bool:

@@ -256,21 +256,36 @@ def test_a_row_fails_on_files_that_are_gone_or_changed(tmp_path: Path) -> None:
     )
 
 
+OWN = """
+from enum import Enum
+from lightning.pytorch import Callback
+
+class Mode(str, Enum):
+    FIRST = "first"
+
+class Own(Callback):
+    def __init__(self, mode: Mode = Mode.FIRST):
+        assert mode is Mode.FIRST
+"""
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [
-        [
-            "--trainer.callbacks=[{class_path: Timer, init_args: {duration: '00:12:00:00'}}]"
-        ],  # with an enum in a default
+        # With an enum as a default where jsonargparse wants text, and one where it wants an enum.
+        ["--monitoring=false", "--trainer.callbacks=[{class_path: Timer, init_args: {duration: '00:12:00:00'}}]"],
+        ["--monitoring=false", "--trainer.callbacks=[{class_path: own.Own}]"],
         ["--trainer.barebones=true", "--trainer.log_every_n_steps=null", "--trainer.enable_progress_bar=null"],
     ],
-    ids=["timer", "barebones"],
+    ids=["timer", "own", "barebones"],
 )
-def test_what_lightning_has_by_default_is_no_obstacle(
+def test_what_callbacks_and_lightning_have_by_default_is_no_obstacle(
     options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "own.py").write_text(OWN)
     write_run(tmp_path)
-    (ended,) = fork_ranks("fit", "--config", "run.yaml", "--monitoring=false", *options, ranks=1)
+    (ended,) = fork_ranks("fit", "--config", "run.yaml", *options, ranks=1)
     assert ended.code == 0, ended

@@ -530,11 +530,17 @@ def test_what_a_launcher_left_in_the_shell_stops_only_commands_with_ranks(
 
 
 @pytest.mark.parametrize(
-    ("num_processes", "num_threads", "expected"), [(2, 1, "OMP_NUM_THREADS=8"), (2, 8, None), (16, 1, None)]
+    ("num_processes", "environ", "expected"),
+    [
+        (2, {**TORCHRUN, "OMP_NUM_THREADS": "1"}, "such as to 8"),
+        (2, {**TORCHRUN, "OMP_NUM_THREADS": "8"}, None),
+        (16, {**TORCHRUN, "OMP_NUM_THREADS": "1"}, None),
+        (2, {"OMP_NUM_THREADS": "1"}, None),
+    ],
 )
-def test_an_optimizer_on_the_host_is_told_of_cores_that_it_leaves_idle(
-    num_processes: int, num_threads: int, expected: str | None, monkeypatch: pytest.MonkeyPatch
+def test_an_optimizer_on_the_host_is_told_of_cores_that_torchrun_leaves_idle(
+    num_processes: int, environ: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
-    found = describe_idle_cores(num_processes, num_threads)
+    found = describe_idle_cores(num_processes, environ)
     assert found is None if expected is None else expected in str(found)

@@ -143,7 +143,7 @@ def test_a_known_norm_is_used_and_an_infinite_limit_only_measures() -> None:
     ("dtype", "expected"),
     [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float64, torch.float64)],
 )
-def test_gradients_are_scaled_in_one_call_by_a_number_of_their_precision(
+def test_gradients_are_scaled_by_a_number_of_their_dtype_and_of_float32_at_least(
     dtype: torch.dtype, expected: torch.dtype
 ) -> None:
     calls = []

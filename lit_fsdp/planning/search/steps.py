@@ -14,6 +14,7 @@ from lit_fsdp.planning.planned_step import PlannedStep
 from lit_fsdp.planning.search.search import Candidate, Problem, Variant, search
 from lit_fsdp.planning.search.traced import make_tracer
 from lit_fsdp.planning.step_parts import MicroBatch, NoEstimateError
+from lit_fsdp.strategy.trainer_settings import count_micro_batches
 
 Steps = Sequence[tuple[PlannedStep, Mapping[str, Any]]]  # the configured one first; with the settings for each
 
@@ -111,4 +112,6 @@ def splits_batch(trainer: Trainer, step: PlannedStep, data: Any) -> bool:
     counts = [trainer.val_check_interval, trainer.limit_train_batches]  # as whole numbers, of micro-batches
     is_counting = any(isinstance(count, int) and not isinstance(count, bool) for count in counts)
     is_sized = isinstance(getattr(data, "batch_size", None), int)
-    return is_sized and not is_counting and getattr(step.module, "is_sum_of_rows", True)
+    is_sized = is_sized and getattr(data, "max_frames_per_batch", None) is None  # by which speech is batched instead
+    is_fixed = count_micro_batches(trainer) is not None
+    return is_sized and is_fixed and not is_counting and getattr(step.module, "is_sum_of_rows", True)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from launches import write_run
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from plan_runs import count_needed_bytes, enter_folder, main, plan
 from search_problems import BIGGER, describe, estimate_512
 from speech_training import build_task
@@ -199,9 +200,13 @@ def test_a_batch_of_pairs_is_split_by_its_own_size() -> None:
     ids=["dpo", "orpo", "kto", "speech", "images", "mixup"],
 )
 def test_a_batch_is_split_only_where_the_training_stays_the_same(task: Callable[[], Any], is_split: bool) -> None:
-    trainer: Any = SimpleNamespace(val_check_interval=1.0, limit_train_batches=1.0)
+    options: dict[str, Any] = {"val_check_interval": 1.0, "limit_train_batches": 1.0, "accumulate_grad_batches": 1}
+    trainer: Any = SimpleNamespace(**options, callbacks=[])
     step: Any = SimpleNamespace(module=task())
     assert splits_batch(trainer, step, SimpleNamespace(batch_size=8)) is is_split
+    assert not splits_batch(trainer, step, SimpleNamespace(batch_size=8, max_frames_per_batch=100))
+    trainer.callbacks = [GradientAccumulationScheduler({0: 2})]
+    assert not splits_batch(trainer, step, SimpleNamespace(batch_size=8))
 
 
 def test_changes_are_put_where_yaml_has_them() -> None:
