@@ -109,8 +109,7 @@ def count_positions(model: nn.Module) -> int | None:
     limit: int | None = getattr(text, "max_position_embeddings", None)
     if getattr(text, "position_embedding_type", None) not in (None, "absolute"):  # a table may be there, unused
         return limit
-    words = model.get_input_embeddings()  # type: ignore[operator]
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module is not words]
+    tables = [part for name, part in model.named_modules() if "position" in name and isinstance(part, nn.Embedding)]
     starts = [
         table.padding_idx + 1 for table in tables if table.num_embeddings == limit and table.padding_idx is not None
     ]

@@ -198,7 +198,6 @@ def check_trainer(trainer: pl.Trainer) -> None:
             raise ValueError(  # noqa: TRY004
                 "callbacks: got ModelPruning: it lists parameters before the model is sharded; prune what is exported"
             )
-
         if isinstance(callback, BackboneFinetuning) and (module := getattr(trainer, "lightning_module", None)):
             _check_attribute(callback, module, "backbone")
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from adapter_training import SIZES
 from training import Rows, build_task, build_trainer, save_model
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.adapters.lora import LoRA
@@ -19,7 +20,7 @@ from lit_fsdp.checkpoint.reader import open_checkpoint
 from lit_fsdp.cli.messages import describe_exception
 from lit_fsdp.tasks import CausalLM
 from lit_fsdp.tasks.model_config import explain_build_errors, make_config
-from lit_fsdp.tasks.text_model import build_model
+from lit_fsdp.tasks.text_model import build_model, count_positions
 from lit_fsdp.weights.base_weights import BASE, fetch_pretrained
 from lit_fsdp.weights.safetensors_io import sample_fingerprint
 from ranks import run_ranks
@@ -206,3 +207,24 @@ def test_weights_in_a_format_that_no_layer_holds_are_refused_by_their_name(tmp_p
     settings["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (tmp_path / "config.json").write_text(json.dumps(settings))
     assert not hasattr(CausalLM(pretrained=str(tmp_path), lora=LoRA(r=4)).read_config(), "quantization_config")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options", "expected"),
+    [
+        ("bert", {}, 32),
+        ("roberta", {"pad_token_id": 1}, 30),
+        ("roberta", {"pad_token_id": 3}, 28),
+        ("esm", {"pad_token_id": 1, "position_embedding_type": "absolute"}, 30),
+        ("esm", {"pad_token_id": 1, "position_embedding_type": "rotary"}, 32),  # has the table too, and leaves it alone
+        ("canine", {"pad_token_id": 0}, 32),  # has no embeddings of words
+    ],
+)
+def test_rows_are_as_long_as_positions_go_from_the_first_token(
+    model_type: str, options: dict[str, Any], expected: int
+) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model(model_type, **sizes, max_position_embeddings=32, vocab_size=40, **options)
+    with torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(config)
+    assert count_positions(model) == expected

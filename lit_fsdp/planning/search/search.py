@@ -176,14 +176,14 @@ def _try_all(problem: Problem, variant: Variant, offload: CPUOffload | None) -> 
         return
     is_spread = problem.trace is not None or not problem.tries_optimizers
     optimizers = [own] if is_spread else _list_optimizers(variant, offload)
-    for rows in _list_rows(problem):
+    for size in _list_sizes(problem):
         known: list[Candidate] = []
-        for settings in _list_settings(problem, variant, offload, rows):
+        for settings in _list_settings(problem, variant, offload, size):
             if problem.only_fastest and any(_is_beaten(settings, candidate) for candidate in known):
                 continue
             for optimizer in optimizers:
                 model = replace(variant.model, optimizer=optimizer)
-                known.append(_estimate(problem, replace(variant, model=model), settings, rows))
+                known.append(_estimate(problem, replace(variant, model=model), settings, size))
                 yield known[-1]
         if problem.trace is not None and any(candidate.fits for candidate in known):
             return
@@ -203,17 +203,17 @@ def count_tries(problem: Problem) -> int:
     return len({problem.settings, *_list_settings(problem, variant, None, problem.given_size)})
 
 
-def _list_rows(problem: Problem) -> list[int]:
+def _list_sizes(problem: Problem) -> list[int]:
     """Return sizes of a micro-batch to try; to trace, from the configured ones down."""
-    rows = problem.given_size
+    given = problem.given_size
     if not problem.splits_batch:
-        return [rows]
-    total = rows * problem.num_micro_batches
-    sizes = sorted({2**i for i in range(total.bit_length()) if total % 2**i == 0} | {rows})
-    return sizes if problem.trace is None else [size for size in reversed(sizes) if size <= rows]
+        return [given]
+    total = given * problem.num_micro_batches
+    sizes = sorted({2**i for i in range(total.bit_length()) if total % 2**i == 0} | {given})
+    return sizes if problem.trace is None else [size for size in reversed(sizes) if size <= given]
 
 
-def _list_settings(problem: Problem, variant: Variant, offload: CPUOffload | None, rows: int) -> Iterator[Settings]:
+def _list_settings(problem: Problem, variant: Variant, offload: CPUOffload | None, size: int) -> Iterator[Settings]:
     ranks, given = problem.ranks, problem.settings
     meshes = [given.mesh]
     if ranks.num_nodes > 1:  # what crosses nodes: everything, or gradients only
@@ -228,7 +228,7 @@ def _list_settings(problem: Problem, variant: Variant, offload: CPUOffload | Non
     is_plain = recomputes[0] == ActivationCheckpointing(mode=recomputes[0].mode)
     if is_plain and any(unit.kind == "block" for unit in variant.model.units):
         recomputes = [ActivationCheckpointing(mode=mode) for mode in ("none", "selective", "full")]
-    accumulates = problem.given_size * problem.num_micro_batches > rows
+    accumulates = problem.given_size * problem.num_micro_batches > size
     for mesh_sizes, mesh in by_sizes.items():
         shards = mesh_sizes.num_shards
         keeps: list[tuple[bool | int, bool]] = [(True, False), (False, False), *[(False, True)] * accumulates]
@@ -271,14 +271,16 @@ def _list_optimizers(variant: Variant, offload: CPUOffload | None) -> list[Optim
     return [given, replace(given, name="adamw_8bit", fused=None)]
 
 
-def _estimate(problem: Problem, variant: Variant, settings: Settings, rows: int) -> Candidate:
+def _estimate(problem: Problem, variant: Variant, settings: Settings, size: int) -> Candidate:
     model, configured = variant.model, problem.variants[0].model
-    micro_batch = problem.measure(rows) if problem.measure else replace(problem.micro_batch, rows=rows)
-    num = problem.given_size * problem.num_micro_batches // rows
+    micro_batch = problem.micro_batch
+    if size != problem.given_size:
+        micro_batch = problem.measure(size) if problem.measure else replace(micro_batch, rows=size)
+    num = problem.given_size * problem.num_micro_batches // size
     common: dict[str, Any] = {"ranks": problem.ranks, "num_micro_batches": num}
     cost: StepCost
     if problem.trace is not None:
-        cost = problem.trace(model, settings, rows, num)
+        cost = problem.trace(model, settings, size, num)
     else:
         cost = estimate_step(model, settings, micro_batch, device_type=problem.device_type, **common)
 
@@ -295,8 +297,8 @@ def _estimate(problem: Problem, variant: Variant, settings: Settings, rows: int)
     needed_bytes = compute_needed_bytes(cost, problem.ranks.resolve(settings.mesh))
     has_host = problem.host_bytes is None or host_bytes * problem.ranks.per_node <= problem.host_bytes
     own = dict(variant.changes)
-    if rows != problem.given_size:
-        own["data.batch_size"] = rows
+    if size != problem.given_size:
+        own["data.batch_size"] = size
         if problem.sets_accumulation:
             own["trainer.accumulate_grad_batches"] = num
     own |= list_changes(problem.settings, settings)

@@ -181,7 +181,9 @@ def test_the_batch_is_split_with_accumulation_in_return_or_not_at_all() -> None:
 def test_a_batch_of_pairs_is_split_by_its_own_size() -> None:
     pairs: dict[str, Any] = {"measure": lambda size: MicroBatch(rows=2 * size, length=512), "batch_size": 4}
     configured, *found = roomy({"rows": 8, "num_micro_batches": 2, **pairs})
-    assert configured.time.step_s == roomy({"rows": 8, "num_micro_batches": 2})[0].time.step_s
+    as_configured = roomy({"rows": 8, "num_micro_batches": 2})[0].time
+    assert configured.time == as_configured
+    assert roomy({"rows": 8, "num_micro_batches": 2, "batch_size": 4, "splits_batch": False})[0].time == as_configured
     split = [candidate.changes for candidate in found if "data.batch_size" in candidate.changes]
     assert split
     assert all(changes["data.batch_size"] * changes["trainer.accumulate_grad_batches"] == 8 for changes in split)
