@@ -47,7 +47,14 @@ from lit_fsdp.tasks.text.mixture import (
 from lit_fsdp.tasks.text.preview import Preview, make_preview
 from lit_fsdp.tasks.text.rows import Columns, Format, LossOn, RowFormat, list_texts, parse_row
 from lit_fsdp.tasks.text.sources import Part, TxtDocuments, check_source, read_parts
-from lit_fsdp.tasks.text.streaming import HeldDocuments, RowMaker, StreamLoader, TextStream, check_streaming
+from lit_fsdp.tasks.text.streaming import (
+    HeldDocuments,
+    RowMaker,
+    StreamLoader,
+    StreamSource,
+    TextStream,
+    check_streaming,
+)
 from lit_fsdp.tasks.text.tokenizer import (
     TrainTokenizer,
     get_pad_id,
@@ -191,7 +198,6 @@ class TextData(TaskData):
                 validation_fraction=validation_fraction,
                 trains_tokenizer=not isinstance(tokenizer, str),
                 share=share,
-                train=train,
                 group_by_length=group_by_length,
             )
             self.is_endless = True
@@ -400,10 +406,16 @@ class TextData(TaskData):
         return DocumentRows(store, documents, seq_length=self.seq_length, keep_end=split == "predict")
 
     def _open_stream(self) -> TextStream:
+        groups = [group for _, group in self._list_groups("train")]
+        sources = [
+            StreamSource(parts=[(part, self._read_as(group)) for part in parts], weight=group.weight or 1.0)
+            for group, parts in zip(groups, self._list_parts("train"), strict=True)
+        ]
+        if groups[0].weight is None:  # each row once in a pass
+            sources = [StreamSource(parts=[part for source in sources for part in source.parts])]
         return TextStream(
-            [part for own in self._list_parts("train") for part in own],
+            sources,
             tokenizer=self.tokenizer,
-            row_format=self.row_format,
             shuffle=self.shuffle,
             buffer_size=self.shuffle_buffer_size,
             seed=self.seed,

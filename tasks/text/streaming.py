@@ -7,6 +7,9 @@ are the same on any number of ranks, no rank runs out before the others, and a p
 The files, or shards of a data set, come in an order drawn for each pass. Of what follows each other in that order,
 blocks are shuffled, each by a seed of its own. The buffer of ``IterableDataset.shuffle`` cannot be entered in its
 middle: ``datasets`` fills it anew on a resume, seen in 5.2. A block can: by where it begins, and how much is used up.
+
+Sources with weights each go on pass after pass by themselves; a block has rows of all of them, spread evenly, so that
+each has given its share of all rows so far to within one row. Bad rows count.
 """
 
 from __future__ import annotations
@@ -46,14 +49,13 @@ from lit_fsdp.tasks.text.sources import Part
 from lit_fsdp.tasks.text.tokens import NUM_NAMED, Encoded, Encoder, describe_unread, encode_rows
 
 Document = tuple[NDArray[np.int32], NDArray[np.bool_]]  # ids, and whether each is learned
+ReadRow = tuple[Row, RowFormat]
 
 _ROWS_AT_ONCE = 64  # that a worker tokenizes and hands over together
 _PREVIEWED = 1000  # rows
 
 
-def check_streaming(
-    train: object, validation_fraction: float, *, share: Share, trains_tokenizer: bool, group_by_length: bool
-) -> None:
+def check_streaming(validation_fraction: float, *, share: Share, trains_tokenizer: bool, group_by_length: bool) -> None:
     """Refuse settings that data which is not read before training cannot keep.
 
     Raises:
@@ -67,8 +69,6 @@ def check_streaming(
         raise ValueError("share: got 'auto' with streaming: give a number for each rank, such as [3, 1]")
     if group_by_length:
         raise ValueError("group_by_length: got true with streaming, which knows no lengths; leave one out")
-    if isinstance(train, list) and any(not isinstance(one, str) for one in train):
-        raise ValueError("train: got a source with settings of its own: with streaming, only paths are read")
 
 
 class HeldDocuments:
@@ -94,24 +94,65 @@ class HeldDocuments:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StreamSource:
+    """Parts that are read pass after pass.
+
+    Args:
+        parts: Each with how its rows are read.
+        weight: Share of all rows that come from here, in proportion to those of other sources.
+    """
+
+    parts: Sequence[tuple[Part, RowFormat]]
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourcePlace:
+    """Where a source goes on.
+
+    Args:
+        num_passes: Whole passes over its parts before this one.
+        part: Which part it is in, in the order of the pass.
+        row: How many rows of that part have come.
+        num_rows: How many have come of all parts in all passes.
+    """
+
+    num_passes: int = 0
+    part: int = 0
+    row: int = 0
+    num_rows: int = 0
+
+    @property
+    def is_begin(self) -> bool:
+        """Whether a pass begins here."""
+        return not self.part and not self.row
+
+
+@dataclass(frozen=True, kw_only=True)
 class StreamPlace:
     """Where a stream goes on.
 
     Args:
-        num_passes: Whole passes over all parts before this one.
-        block: Blocks of this pass before the one it is in.
-        part: Which part that block begins in, in the order of the pass.
-        row: How many rows of that part come before the block.
+        sources: Where each source is as the block begins that this place is in.
+        block: Blocks before that one.
         num_used: Rows of that block, in its own order, that are used up.
         num_tokens: Tokens of the next row that are used up.
     """
 
-    num_passes: int = 0
+    sources: tuple[SourcePlace, ...] = ()
     block: int = 0
-    part: int = 0
-    row: int = 0
     num_used: int = 0
     num_tokens: int = 0
+
+    @property
+    def num_passes(self) -> int:
+        """Whole passes over all sources before the block."""
+        return min(place.num_passes for place in self.sources)
+
+    @classmethod
+    def load(cls, state: Mapping[str, Any]) -> StreamPlace:
+        """Return the place that ``asdict`` made this of."""
+        return cls(**{**state, "sources": tuple(SourcePlace(**place) for place in state["sources"])})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,12 +173,11 @@ class Chunk:
 
 
 class TextStream(IterableDataset[Chunk]):
-    """Rows of parts, pass after pass without an end, tokenized in chunks. Workers take turns, see Note [Stream].
+    """Rows of sources, pass after pass without an end, tokenized in chunks. Workers take turns, see Note [Stream].
 
     Args:
-        parts: Where rows come from.
+        sources: Where rows come from. One alone has all its rows in each pass.
         tokenizer: A tokenizer of Transformers.
-        row_format: How rows are read.
         shuffle: Take parts in a new order each pass, and shuffle blocks of rows; else all come as they lie.
         buffer_size: Rows of a block that is shuffled.
         seed: Of both.
@@ -145,17 +185,21 @@ class TextStream(IterableDataset[Chunk]):
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        sources: Sequence[StreamSource],
         *,
         tokenizer: Any,
-        row_format: RowFormat,
         shuffle: bool,
         buffer_size: int,
         seed: int,
     ) -> None:
-        self.parts, self.tokenizer, self.row_format = parts, tokenizer, row_format
+        self.sources, self.tokenizer = sources, tokenizer
         self.shuffle, self.buffer_size, self.seed = shuffle, buffer_size, seed
-        self.place = StreamPlace()  # where the next iterator begins
+        self.place = self.begin  # where the next iterator begins
+
+    @property
+    def begin(self) -> StreamPlace:
+        """Where the first pass begins."""
+        return StreamPlace(sources=(SourcePlace(),) * len(self.sources))
 
     def __iter__(self) -> Iterator[Chunk]:
         return self._tokenize(self.place)
@@ -168,7 +212,7 @@ class TextStream(IterableDataset[Chunk]):
         """
         found: list[Document | str] = []
         num_unread: Counter[str] = Counter()
-        for chunk in self._tokenize(StreamPlace()):
+        for chunk in self._tokenize(self.begin):
             if chunk.problem:
                 raise ValueError(f"train: {chunk.problem}")
             if chunk.place.num_passes or len(found) >= _PREVIEWED:
@@ -185,8 +229,10 @@ class TextStream(IterableDataset[Chunk]):
     def make_key(self, **facts: Any) -> str:
         """Return what changes with the rows or their order; of files, only samples are read."""
         return make_key(
-            parts=[part.identify_unread() for part in self.parts],
-            row_format=asdict(self.row_format),
+            sources=[
+                [source.weight, [[part.identify_unread(), asdict(row_format)] for part, row_format in source.parts]]
+                for source in self.sources
+            ],
             order=[self.shuffle, self.seed, self.buffer_size if self.shuffle else 0],
             **facts,
         )
@@ -194,54 +240,71 @@ class TextStream(IterableDataset[Chunk]):
     def _tokenize(self, start: StreamPlace) -> Iterator[Chunk]:
         worker = get_worker_info()
         number, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        encoder = Encoder(self.tokenizer, self.row_format)
+        formats = {row_format for source in self.sources for _, row_format in source.parts}
+        encoders = {row_format: Encoder(self.tokenizer, row_format) for row_format in formats}
         try:
             for turn, (place, rows) in enumerate(self._cut(start)):
                 if turn % count == number:
-                    pairs = list(encode_rows(rows, encoder))
-                    good = (row for row, result in pairs if not isinstance(result, RowError))
-                    num_unread = Counter(name for row in good for name in list_unread(row, self.row_format))
-                    yield Chunk(place=place, documents=[_describe(*pair) for pair in pairs], num_unread=num_unread)
+                    results = _encode(rows, encoders)
+                    good = (one for one, result in zip(rows, results, strict=True) if not isinstance(result, RowError))
+                    num_unread = Counter(name for row, row_format in good for name in list_unread(row, row_format))
+                    documents = [_describe(row, result) for (row, _), result in zip(rows, results, strict=True)]
+                    yield Chunk(place=place, documents=documents, num_unread=num_unread)
         except ValueError as error:
             yield Chunk(place=start, documents=[], problem=str(error))
 
-    def _cut(self, place: StreamPlace) -> Iterator[tuple[StreamPlace, list[Row]]]:
+    def _cut(self, place: StreamPlace) -> Iterator[tuple[StreamPlace, list[ReadRow]]]:
         """Yield rows to tokenize together, and where they begin."""
         for begin, rows in self._read_blocks(place):
             order = range(len(rows))
             if self.shuffle:
-                seed = mix_seeds(self.seed, begin.num_passes, begin.block + 1)
+                seed = mix_seeds(self.seed, begin.block)
                 order = np.random.default_rng(seed).permutation(len(rows)).tolist()
             used = place.num_used if begin == _get_block(place) else 0
             for first in range(used // _ROWS_AT_ONCE * _ROWS_AT_ONCE, len(rows), _ROWS_AT_ONCE):
                 chosen = order[first : first + _ROWS_AT_ONCE]
                 yield replace(begin, num_used=first), [rows[number] for number in chosen]
 
-    def _read_blocks(self, place: StreamPlace) -> Iterator[tuple[StreamPlace, list[Row]]]:
+    def _read_blocks(self, place: StreamPlace) -> Iterator[tuple[StreamPlace, list[ReadRow]]]:
         """Yield blocks as they lie, the first one that in which a place is."""
         size = self.buffer_size if self.shuffle else _ROWS_AT_ONCE
-        begin = _get_block(place)
-        while True:
-            order = self._order_parts(begin.num_passes)
-            rows: list[Row] = []
-            skipped = begin.row
-            for number in range(begin.part, len(order)):
-                for seen, row in enumerate(self.parts[order[number]].read_after(skipped), start=skipped + 1):
-                    rows.append(row)
-                    if len(rows) == size:
-                        yield begin, rows
-                        begin, rows = replace(begin, block=begin.block + 1, part=number, row=seen), []
-                skipped = 0
-            if rows:
-                yield begin, rows
-            elif begin == StreamPlace(num_passes=begin.num_passes):
-                raise ValueError("there are no rows")
-            begin = StreamPlace(num_passes=begin.num_passes + 1)
+        begin, rows = _get_block(place), list[ReadRow]()
+        places = list(begin.sources)
+        readers = [self._read_source(number, place) for number, place in enumerate(places)]
 
-    def _order_parts(self, num_passes: int) -> list[int]:
+        def find_turn(number: int) -> float:
+            return (places[number].num_rows + 0.5) / self.sources[number].weight
+
+        while True:
+            number = min(range(len(places)), key=find_turn)
+            row, places[number] = next(readers[number])
+            if row is not None:
+                rows.append(row)
+            if len(rows) == size or (row is None and len(places) == 1):
+                if rows:
+                    yield begin, rows
+                begin, rows = StreamPlace(sources=tuple(places), block=begin.block + 1), []
+
+    def _read_source(self, number: int, place: SourcePlace) -> Iterator[tuple[ReadRow | None, SourcePlace]]:
+        """Yield rows from a place on, and ``None`` after each pass, each with the place after it."""
+        while True:
+            order, begin = self._order_parts(number, place.num_passes), place
+            for turn in range(begin.part, len(order)):
+                part, row_format = self.sources[number].parts[order[turn]]
+                num_skipped = begin.row if turn == begin.part else 0
+                for seen, row in enumerate(part.read_after(num_skipped), start=num_skipped + 1):
+                    place = replace(place, part=turn, row=seen, num_rows=place.num_rows + 1)
+                    yield (row, row_format), place
+            if begin.is_begin and place == begin:
+                raise ValueError("there are no rows")
+            place = SourcePlace(num_passes=place.num_passes + 1, num_rows=place.num_rows)
+            yield None, place
+
+    def _order_parts(self, number: int, num_passes: int) -> list[int]:
+        num_parts = len(self.sources[number].parts)
         if not self.shuffle:
-            return list(range(len(self.parts)))
-        return np.random.default_rng(mix_seeds(self.seed, num_passes)).permutation(len(self.parts)).tolist()
+            return list(range(num_parts))
+        return np.random.default_rng(mix_seeds(self.seed, number, num_passes)).permutation(num_parts).tolist()
 
 
 class RowMaker:
@@ -345,7 +408,7 @@ class StreamLoader(EndlessLoader):
         self.skips_bad_rows = skips_bad_rows
         data = get_data(trainer)
         self.rows = split_rows(share, batch_size=batch_size, num_ranks=data.count)
-        self.rank, self.place = data.index, StreamPlace()
+        self.rank, self.place = data.index, stream.begin
         self.epoch = self.samples_seen = 0
         self._num_bad, self._unread = 0, set[str]()
         if trainer is not None:
@@ -385,7 +448,7 @@ class StreamLoader(EndlessLoader):
         with own_generators():  # what starting workers draws must not depend on how often a run was resumed
             chunks = super().__iter__()
         first = _get_block(start)
-        num_passes, num_good, is_whole = start.num_passes, 0, start == StreamPlace(num_passes=start.num_passes)
+        num_passes, num_good, is_whole = start.num_passes, 0, start == self.stream.begin
         for chunk in chunks:
             if chunk.problem:
                 raise ValueError(f"train: {chunk.problem}")
@@ -449,7 +512,7 @@ class StreamLoader(EndlessLoader):
                 "the checkpoint was saved in a stream of other rows, or in another order: restore train, tokenizer, "
                 f"format, seq_length, packing, seed, shuffle and shuffle_buffer_size, or {NEW_RUN}"
             )
-        self.place = StreamPlace(**state["stream"])
+        self.place = StreamPlace.load(state["stream"])
         self.epoch, self.samples_seen = state["epoch"], state["samples_seen"]
         layout = {"global_batch_size": sum(self.rows), "num_accumulated": self._num_accumulated}
         is_other = any(state.get(name, number) != number for name, number in layout.items())
@@ -479,6 +542,16 @@ def _get_block(place: StreamPlace) -> StreamPlace:
 
 def _hand_over(chunk: Chunk) -> Chunk:
     return chunk
+
+
+def _encode(rows: Sequence[ReadRow], encoders: Mapping[RowFormat, Encoder]) -> list[Encoded | RowError]:
+    """Return the tokens of rows, or what is wrong with them; those that are read alike are tokenized together."""
+    found: dict[int, Encoded | RowError] = {}
+    for row_format, encoder in encoders.items():
+        own = [number for number, (_, other) in enumerate(rows) if other == row_format]
+        results = encode_rows((rows[number][0] for number in own), encoder)
+        found |= {number: result for number, (_, result) in zip(own, results, strict=True)}
+    return [found[number] for number in range(len(rows))]
 
 
 def _describe(row: Row, result: Encoded | RowError) -> Document | str:

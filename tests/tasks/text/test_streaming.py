@@ -24,8 +24,9 @@ from training import build_trainer
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.tasks import TextData, TrainTokenizer
 from lit_fsdp.tasks.data import refuse_endless
+from lit_fsdp.tasks.text.rows import Columns, RowFormat
 from lit_fsdp.tasks.text.sources import DatasetPart, StreamedPart, list_shards
-from lit_fsdp.tasks.text.streaming import StreamLoader
+from lit_fsdp.tasks.text.streaming import StreamLoader, StreamSource
 from lit_fsdp.tasks.text.tokenizer import train_tokenizer
 from ranks import run_ranks
 
@@ -48,7 +49,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         lines = [f"{json.dumps(row)}\n" for row in rows]
         lines.insert(5, "\n")  # which is no row
         (folder / "rows" / f"{number}.jsonl").write_text("".join(lines if number else [*lines, "not json\n"]))
+    (folder / "own.jsonl").write_text("".join(f"{json.dumps({'body': f'body {i} ' * 3})}\n" for i in range(40)))
     return folder
+
+
+def list_sources(folder: Path, *weights: float) -> list[dict[str, Any]]:
+    """Return two sources with columns of their own, with weights if there are any."""
+    sources: list[dict[str, Any]] = [{"path": str(folder / "rows")}]
+    sources.append({"path": str(folder / "own.jsonl"), "columns": {"text": "body"}})
+    return [{**source, **({"weight": weights[n]} if weights else {})} for n, source in enumerate(sources)]
 
 
 def build(folder: Path, **settings: Any) -> TextData:
@@ -98,10 +107,11 @@ def assert_same(own: list[dict[str, Tensor]], expected: list[dict[str, Tensor]])
             assert torch.equal(row[name], other[name]), f"{name} of row {number}"
 
 
-@pytest.mark.parametrize("packing", [True, False])
-def test_a_stream_in_order_gives_the_rows_of_text_data(folder: Path, packing: bool) -> None:
-    with pytest.warns(UserWarning, match=r"train: 1 bad rows are skipped"):
-        stored = build(folder, shuffle=False, packing=packing)
+@pytest.mark.parametrize(("packing", "is_list"), [(True, False), (False, False), (True, True)])
+def test_a_stream_in_order_gives_the_rows_of_text_data(folder: Path, packing: bool, is_list: bool) -> None:
+    build_here = partial(build, folder, **({"train": list_sources(folder)} if is_list else {}))
+    with pytest.warns(UserWarning, match=r"train(\[0\])?: 1 bad rows are skipped"):
+        stored = build_here(shuffle=False, packing=packing)
         stored.setup("fit")
     rows = stored.train_dataloader().dataset
     num_whole = len(rows) - packing
@@ -109,15 +119,16 @@ def test_a_stream_in_order_gives_the_rows_of_text_data(folder: Path, packing: bo
     with pytest.warns(
         UserWarning, match=r"train: 1 bad row is skipped by now, the last: .*0\.jsonl line 53: not valid JSON"
     ):
-        own = take(load(build(folder, shuffle=False, packing=packing, streaming=True)), num_whole)
+        own = take(load(build_here(shuffle=False, packing=packing, streaming=True)), num_whole)
     assert_same(own, expected)
     assert num_whole > 100
 
 
 @pytest.mark.filterwarnings("ignore:train. 1.* bad row")
-@pytest.mark.parametrize("packing", [True, False])
-def test_ranks_and_resumes_anywhere_see_the_same_rows(folder: Path, packing: bool) -> None:
+@pytest.mark.parametrize(("packing", "weights"), [(True, ()), (False, ()), (True, (2, 1)), (False, (1, 4))])
+def test_ranks_and_resumes_anywhere_see_the_same_rows(folder: Path, packing: bool, weights: tuple[float, ...]) -> None:
     settings = {"streaming": True, "packing": packing, "pad_to_multiple_of": 1}
+    settings |= {"train": list_sources(folder, *weights)} if weights else {}
     num_rows = 600  # more than two passes
     expected = take(load(build(folder, **settings, batch_size=1)), num_rows)
     of_ranks = [take(load(build(folder, **settings, batch_size=2), rank=r, num_ranks=3), 200) for r in range(3)]
@@ -148,6 +159,29 @@ def test_each_pass_has_all_rows_in_an_order_of_its_own(folder: Path) -> None:
     assert len({tuple(rows) for rows in passes}) == 5
 
 
+def test_sources_with_weights_give_their_shares_at_any_time(folder: Path) -> None:
+    """And each of them all of its rows, before any comes again."""
+    train = [{"path": str(folder / "rows" / "1.jsonl"), "weight": 0.7}, {**list_sources(folder)[1], "weight": 0.3}]
+    settings = {"streaming": True, "packing": False, "train": train, "seq_length": 500, "shuffle_buffer_size": 20}
+    stored = build(folder, packing=False, train=train, seq_length=500)
+    stored.setup("fit")
+    names = [{tuple(store[n][0].tolist()) for n in range(len(store))} for store in stored._stores["train"].stores]
+    assert [len(rows) for rows in names] == [51, 40]
+    rows = [tuple(row["input_ids"].tolist()) for row in take(load(build(folder, **settings)), 400)]
+    own = [[row for row in rows if row in of_source] for of_source in names]
+    for size in range(20, 401, 20):  # a block is shuffled
+        assert sum(row in names[0] for row in rows[:size]) == round(0.7 * size)
+    for of_source, found in zip(names, own, strict=True):
+        assert set(found[: len(of_source) + 20]) == of_source  # a pass ends within a block
+        counts = [found.count(row) for row in of_source]
+        assert max(counts) - min(counts) <= 1
+    other = [tuple(row["input_ids"].tolist()) for row in take(load(build(folder, **settings, seed=1)), 400)]
+    assert other != rows
+    data = build(folder, **settings)
+    data.setup("fit")
+    assert len(data.make_preview("train", 3).lengths) >= 91
+
+
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:train. 1.* bad row")
 def test_workers_of_files_and_of_shards_give_the_rows_of_the_main_process(folder: Path, tmp_path: Path) -> None:
@@ -159,15 +193,18 @@ def test_workers_of_files_and_of_shards_give_the_rows_of_the_main_process(folder
     shards = list_shards(str(tmp_path), "train")
     assert len(shards) == 5
     assert [row.fields["text"] for row in shards[1].read_after(98)] == ["1 word 98 " * 5, "1 word 99 " * 5]
-    for parts in (None, shards):
+    sources = [StreamSource(parts=[(part, data.row_format) for part in shards])]
+    weighted = [StreamSource(parts=sources[0].parts[n : n + 4], weight=weight) for n, weight in ((0, 1.5), (4, 1.0))]
+    for given in (None, sources, weighted):
         taken = []
         for num_workers in (0, 2):
             loader = load(build(folder, streaming=True, num_workers=num_workers, batch_size=2))
-            loader.stream.parts = parts or loader.stream.parts
+            loader.stream.sources = given or loader.stream.sources
+            loader.place = loader.stream.begin
             first = take(loader, 300)
             state = loader.state_dict()
             resumed = load(build(folder, streaming=True, num_workers=num_workers, batch_size=2), state=state)
-            resumed.stream.parts = parts or resumed.stream.parts
+            resumed.stream.sources = given or resumed.stream.sources
             taken.append([*first, *take(resumed, 100)])
         assert_same(taken[1], taken[0])
 
@@ -175,9 +212,15 @@ def test_workers_of_files_and_of_shards_give_the_rows_of_the_main_process(folder
 def test_a_resume_of_other_rows_or_in_another_order_is_refused(folder: Path) -> None:
     state = load(build(folder, streaming=True)).state_dict()
     load(build(folder, streaming=True, num_workers=1, batch_size=4), state=state)
-    for change in ({"shuffle": False}, {"seed": 1}, {"seq_length": 8}, {"train": str(folder / "rows" / "1.jsonl")}):
+    changes = {"train": str(folder / "rows" / "1.jsonl")}, {"columns": Columns(text="body")}
+    for change in ({"shuffle": False}, {"seed": 1}, {"seq_length": 8}, *changes):
         with pytest.raises(ValueError, match=r"saved in a stream of other rows, or in another order: restore train, "):
             load(build(folder, streaming=True, **change), state=state)
+    mixed = [partial(build, folder, streaming=True, train=list_sources(folder, 1, weight)) for weight in (1, 2)]
+    state = load(mixed[0]()).state_dict()
+    load(mixed[0](), state=state)
+    with pytest.raises(ValueError, match="saved in a stream of other rows"):
+        load(mixed[1](), state=state)
     with pytest.raises(ValueError, match=r"streaming: got true: the checkpoint was saved without it"):
         load(build(folder, streaming=True), state={"epoch": 0, "samples_seen": 4})
 
@@ -200,7 +243,7 @@ def test_what_a_stream_cannot_keep_is_refused_before_it_is_read(folder: Path) ->
         ({"validation_fraction": 0.1}, "validation_fraction: a stream has no share to hold out: set validation"),
         ({"tokenizer": TrainTokenizer(vocab_size=300)}, "tokenizer: a stream is not read to train one"),
         ({"share": "auto"}, r"share: got 'auto' with streaming: give a number for each rank"),
-        ({"train": [{"path": "a.jsonl", "weight": 0.7}]}, "with streaming, only paths are read"),
+        ({"train": [{"path": "a.jsonl", "weight": 0.7}, "b.jsonl"]}, r"train\[1\]\.weight: missing: expected one"),
         ({"packing": False, "group_by_length": True}, "group_by_length: got true with streaming"),
         ({"shuffle_buffer_size": 0}, "shuffle_buffer_size: got 0: expected 1 or more"),
     ):
@@ -231,7 +274,8 @@ def test_a_stream_without_a_good_row_ends_and_a_bad_one_is_named(folder: Path, t
     ):
         take(load(build(folder, **settings)), 1)
     empty = load(build(folder, streaming=True))
-    empty.stream.parts = [DatasetPart(name="empty", dataset=datasets.Dataset.from_dict({"text": []}))]
+    part = DatasetPart(name="empty", dataset=datasets.Dataset.from_dict({"text": []}))
+    empty.stream.sources = [StreamSource(parts=[(part, RowFormat())])]
     with pytest.raises(ValueError, match="train: there are no rows"):
         take(empty, 1)
     data = build(folder, **settings)
@@ -249,7 +293,8 @@ def lose_the_line(num_rows: int) -> Iterator[dict[str, str]]:
 def test_a_shard_that_cannot_be_read_on_is_named_in_one_line(folder: Path, num_workers: int) -> None:
     loader = load(build(folder, streaming=True, num_workers=num_workers))
     shard = datasets.IterableDataset.from_generator(lose_the_line, gen_kwargs={"num_rows": 100})
-    loader.stream.parts = [StreamedPart(name="a/b shard 1 of 1", dataset=shard, revision="")]
+    part = StreamedPart(name="a/b shard 1 of 1", dataset=shard, revision="")
+    loader.stream.sources = [StreamSource(parts=[(part, RowFormat())])]
     problem = (
         r"^train: a/b shard 1 of 1 after row 64: cannot be read on: ConnectionError: the line was cut; --ckpt_path"
     )
