@@ -155,6 +155,8 @@ class PlanTrainer(PlannedTrainer):
         _check_asked(questions, search=search, device_bytes=device_bytes, gpu=named, prices=prices)
         if out is not None:
             check_out_folder(out)
+        if write is not None:
+            check_out_folder(write.parent, "write")
         asked = _Asked(
             questions=questions, device_bytes=device_bytes, hardware=hardware, exact=exact, search=search, out=out
         )
@@ -252,12 +254,8 @@ class PlanTrainer(PlannedTrainer):
             raise ConfigError(f"write: {path} is not written, as nothing fits")
         settings = apply_changes(self.given_config, chosen.changes)
         head = f"# Chosen by `plan --search true`: {format_changes(chosen.changes)}.\n"
-        try:
-            with refuse_unwritable("write", path):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_whole(path, head + redact_yaml(yaml.safe_dump(settings, sort_keys=False)))
-        except OSError as error:  # such as a file where a folder should be
-            raise ConfigError(f"write: got {path}: {error.strerror}; choose another file") from error
+        with refuse_unwritable("write", path):
+            write_whole(path, head + redact_yaml(yaml.safe_dump(settings, sort_keys=False)))
         print(f"written: {path}: python -m lit_fsdp fit --config {path}")
 
 

@@ -168,14 +168,14 @@ def refuse_null(function: Callable[..., Any], arguments: Mapping[str, Any]) -> N
             raise ValueError(f"{name}: got null: expected {expected}, or leave it out")
 
 
-def check_out_folder(folder: Path) -> None:
+def check_out_folder(folder: Path, setting: str = "out") -> None:
     """Refuse a folder that cannot be written to, before anything runs."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"out: got {folder}: {error.strerror}; choose another folder") from error
+        raise ConfigError(f"{setting}: got {folder}: {error.strerror}; choose another folder") from error
     if not os.access(folder, os.W_OK):
-        raise ConfigError(f"out: got {folder}: not writable; choose another folder")
+        raise ConfigError(f"{setting}: got {folder}: not writable; choose another folder")
 
 
 class _ParserFound(BaseException):  # no error: nothing shall explain it

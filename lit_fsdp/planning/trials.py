@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import count
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
@@ -102,6 +103,7 @@ class Trials:
         self.steps, self._data = steps, data
         self._models = [describe_model(step.module, step.strategy) for step, _ in steps]
         self._known: dict[str, StepCost] = {}
+        self._trace_numbers = count(1)
         step = steps[0][0]
         self.settings, self.ranks = step.strategy.settings, step.ranks
         self.micro_batch = measure_batch(step.module, step.batch)
@@ -200,7 +202,8 @@ class Trials:
     def _count(self, step: PlannedStep, model: ModelToTrain, settings: Settings, micro_batch: MicroBatch) -> StepCost:
         if not self.is_traced:
             return self._count_quickly(step, model, settings, micro_batch)
-        return make_tracer([step], None, who="plan")(model, settings, micro_batch.rows, step.num_micro_batches)
+        tracer = make_tracer([step], None, who="plan", numbers=self._trace_numbers)
+        return tracer(model, settings, micro_batch.rows, step.num_micro_batches)
 
     def _count_quickly(
         self, step: PlannedStep, model: ModelToTrain, settings: Settings, micro_batch: MicroBatch

@@ -125,6 +125,10 @@ def test_a_range_is_all_of_few_numbers_and_doublings_of_many() -> None:
         (["--model=tiny", "--nodes=1..2", GPU, "--prices=h100.yaml"], "prices: h100.yaml: no price of RTX 4090"),
         (["--model=tiny", "--seq_length=long"], "seq_length: got 'long': expected a number of tokens"),
         (["--model=tiny", "--seq_length=5000"], "max_position_embeddings: got 4096, and data.seq_length 5000"),
+        (
+            ["--model=tiny", "--search", "--device-memory=1GiB", "--write=tiny/config.json/mine.yaml"],
+            "write: got tiny/config.json: File exists; choose another folder",
+        ),
         (["--model=tiny", "--longest"], "longest: what has to fit is not known"),
         (["--model=tiny", "--nodes=1..4"], "nodes, devices: got a range: it compares speed; name a GPU"),
         (["--model=tiny", "--prices=p.yaml", GPU], "prices: got p.yaml: "),

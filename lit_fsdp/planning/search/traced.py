@@ -13,9 +13,10 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from io import BytesIO
+from itertools import count
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -38,7 +39,7 @@ from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 
 
 def make_tracer(
-    steps: Sequence[PlannedStep], data: Any, *, who: str = "search"
+    steps: Sequence[PlannedStep], data: Any, *, who: str = "search", numbers: Iterator[int] | None = None
 ) -> Callable[[ModelToTrain, Settings, int, int], TracedStep]:
     """Return what traces a step of one of these models, for ``Problem.trace``.
 
@@ -47,9 +48,11 @@ def make_tracer(
         data: The data module, whose ``batch_size`` is set where it is another; ``None`` if they
             always are, as where the module does not say how many those are.
         who: Searches, for the line that each trace prints.
+        numbers: Of the traces, for that line; from 1 by default.
     """
     by_module = {id(step.module): step for step in steps}
     traced: dict[str, TracedStep] = {}
+    numbers = count(1) if numbers is None else numbers
 
     def trace(model: ModelToTrain, settings: Settings, size: int, num_micro_batches: int) -> TracedStep:
         key = f"{id(model.module)} {model.optimizer} {settings} {size} {num_micro_batches}"
@@ -58,7 +61,7 @@ def make_tracer(
             begin = time.monotonic()
             traced[key] = run_apart(lambda: _trace(step, model, settings, size, data, who), who)
             peak_gib, seconds = traced[key].memory.peak.num_bytes / 2**30, time.monotonic() - begin
-            print(f"{who}: traced {len(traced)}: {peak_gib:.2f} GiB, in {seconds:.1f} s", file=sys.stderr, flush=True)
+            print(f"{who}: traced {next(numbers)}: {peak_gib:.2f} GiB, in {seconds:.1f} s", file=sys.stderr, flush=True)
         return traced[key]
 
     return trace
