@@ -18,6 +18,7 @@ from lit_fsdp.checkpoint.remote import Location, RemotePath
 from lit_fsdp.checkpoint.untrusted import load_plain
 
 SAVE_NUMBER = "save_number"  # in a single file
+_MAX_DEPTH = 2  # of folders below one of checkpoints that are searched
 _OF_RANK_0, _OF_DEEPSPEED = "meta.pt", "checkpoint"  # in folders of Lightning's strategies, seen in lightning 2.6.6
 
 
@@ -190,11 +191,18 @@ def _measure_written_ns(entry: Location) -> int:
     return (dated.stat() if dated.exists() else entry.lstat()).st_mtime_ns
 
 
-def _list_entries(folder: Location) -> list[Location]:
-    """Return what may be a checkpoint; of hidden names only what is whole, whoever may be about to put it in place."""
+def _list_entries(folder: Location, depth: int = _MAX_DEPTH) -> list[Location]:
+    """Return what may be a checkpoint; of hidden names only what is whole, whoever may be about to put it in place.
+
+    Also in folders below: a metric such as ``val/loss`` in the name of a file makes one.
+    """
     hidden = (e for e in folder.glob(".*.ckpt.*") if is_hidden(e))
-    shown = (e for e in folder.glob("*.ckpt") if not e.name.startswith("."))
-    return [*shown, *filter(is_whole, hidden)]
+    shown = [e for e in folder.glob("*.ckpt") if not e.name.startswith(".")]
+    found = [*shown, *filter(is_whole, hidden)]
+    if depth:
+        below = (e for e in folder.glob("*") if not e.name.startswith(".") and e.suffix != ".ckpt" and e.is_dir())
+        found += [entry for other in below for entry in _list_entries(other, depth - 1)]
+    return found
 
 
 def _read_single_file(path: Location) -> tuple[int, int | None] | None:

@@ -204,8 +204,7 @@ def load_checkpoint(
     metadata = read_metadata(path)
     stored = metadata.state_dict_metadata
     count = len({key.split(".")[0] for key in stored if key.startswith("optimizer_")})
-    if optimizers and count != len(optimizers):
-        raise ValueError(f"{path} holds {count} optimizers, the run has {len(optimizers)}; resume it with as many")
+    check_optimizers(path, count, optimizers)
     meta = read_meta(path)
     is_part = meta.get(LEAVES_OUT_FROZEN, False)
     if is_part and not getattr(model, "restores_frozen", False):
@@ -331,6 +330,18 @@ def check_same_optimizer(path: Location, optimizer: Optimizer, missing: Iterable
             f"{path} has no {first} for {type(optimizer).__name__}: it was saved with another optimizer; resume it "
             "with the same optimizer.name"
         )
+
+
+def check_optimizers(path: Location, count: int, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse a checkpoint of another number of optimizers, for a run that has any."""
+    if not optimizers or count == len(optimizers):
+        return
+    if not count:
+        raise ValueError(
+            f"{path} holds weights without optimizers, as save_weights_only leaves it: resume from another checkpoint, "
+            "or start a new run from its weights, which python -m lit_fsdp export writes"
+        )
+    raise ValueError(f"{path} holds {count} optimizers, the run has {len(optimizers)}; resume it with as many")
 
 
 def check_same_groups(path: Location, optimizer: Optimizer, count: int) -> None:

@@ -28,7 +28,7 @@ from lit_fsdp.checkpoint.leftovers import make_room
 from lit_fsdp.checkpoint.manifest import Verify
 from lit_fsdp.checkpoint.places import put_in_place, remove_older, write_beside
 from lit_fsdp.checkpoint.remote import Location, RemotePath
-from lit_fsdp.checkpoint.sharded import agree, check_same_groups, check_same_optimizer, to_plain
+from lit_fsdp.checkpoint.sharded import agree, check_optimizers, check_same_groups, check_same_optimizer, to_plain
 from lit_fsdp.checkpoint.untrusted import load_plain
 from lit_fsdp.errors import join_names
 from lit_fsdp.weights.shard_writer import get_inner_place, get_local_shard
@@ -196,9 +196,7 @@ def _check(
         if names and strict:
             raise ValueError(f"{path} {verb} {join_names(sorted(names))}: it was saved from another model")
     _check_shapes(path, stored, weights)
-    count = len(checkpoint.get("optimizer_states", []))
-    if optimizers and count != len(optimizers):
-        raise ValueError(f"{path} holds {count} optimizers, the run has {len(optimizers)}; resume it with as many")
+    check_optimizers(path, len(checkpoint.get("optimizer_states", [])), optimizers)
 
 
 def _check_shapes(path: Location, stored: Any, own: Any) -> None:

@@ -28,6 +28,7 @@ from lit_fsdp.callbacks import (
     WritePredictions,
 )
 from lit_fsdp.reporting.metrics import count_planned_steps
+from lit_fsdp.strategy.lightning_internals import save_last_step
 
 Verbosity = Literal["brief", "full"]
 
@@ -44,6 +45,25 @@ class LogInterval(Callback):
         """Settle it, as the number of steps is known."""
         num_steps = count_planned_steps(trainer)
         trainer.log_every_n_steps = next((n for n in self.CHOICES if 50 * n <= num_steps), 1)  # type: ignore[attr-defined]
+
+
+class LastStep(Callback):
+    """Save what was trained after the last save, where ``save_last`` is set or nothing was saved at all.
+
+    Lightning 2.6.6 saves at the end only what was never saved, so that steps after the last validation would be lost.
+    """
+
+    def __init__(self) -> None:
+        self._begin = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Note where the run begins: one that has nothing left to train saves nothing."""
+        self._begin = trainer.global_step
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Save."""
+        if trainer.global_step > self._begin:
+            save_last_step(trainer)
 
 
 def choose_callbacks(
@@ -77,6 +97,7 @@ def choose_callbacks(
         (command == "predict", WritePredictions, WritePredictions(fallback_dir=folder)),
         (is_fit and not is_trying, Preemption, Preemption()),
         (has_checkpoints, Checkpoint, ModelCheckpoint(save_last="link")),  # a copy would be a second full checkpoint
+        (has_checkpoints and is_fit, LastStep, LastStep()),
         (is_fit and trainer["log_every_n_steps"] is None, LogInterval, LogInterval()),
         (monitoring and command != "predict", ClassReport, ClassReport(fallback_dir=folder)),
     ]

@@ -451,7 +451,10 @@ class TrainerCLI(LightningCLI):
         misfits: dict[str, Location] = {}  # the newest for each reason
 
         def describe_misfit(place: Location) -> str | None:
-            why = self.model.describe_misfit(_read_plain(place)) if isinstance(self.model, Task) else None
+            meta = _read_plain(place)
+            why = self.model.describe_misfit(meta) if isinstance(self.model, Task) else None
+            if self.subcommand == "fit" and meta and "lr_schedulers" not in meta:
+                why = "it was saved with save_weights_only, and has no optimizer to go on with"
             if why is not None:
                 misfits.setdefault(why, place)
             return why
@@ -506,8 +509,8 @@ class TrainerCLI(LightningCLI):
             lost = f"{path} could not be saved, see above: the disk is full"
         elif waiting := list_waiting_monitors(self.trainer):
             lost = (
-                f"nothing was saved: ModelCheckpoint waited for {waiting[0]!r}, and no validation came to log it: set "
-                "val_check_interval lower, or monitor what training logs"
+                f"ModelCheckpoint waited for {waiting[0]!r}, and no validation came to log it: set val_check_interval "
+                "lower, or monitor what training logs; what was trained is saved without it"
             )
         if lost is not None:
             if not self.trainer.is_global_zero:

@@ -75,6 +75,7 @@ from lit_fsdp.strategy.lightning_internals import (
     forget_train_loader,
     is_placeholder,
     keep_links,
+    save_where_all_fail,
     save_whole_steps,
     watch_monitors,
 )
@@ -413,6 +414,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         evaluate_without_inference_mode(trainer)
         keep_links(trainer, self._writer.skipped)
         watch_monitors(trainer)
+        save_where_all_fail(trainer)
         save_whole_steps(trainer)
         if is_fitting:
             self._check_accumulation()

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from functools import partial
+from itertools import count
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_fsdp.checkpoint.remote import Location, locate
 from lit_fsdp.errors import describe_unknown_metric
+from lit_fsdp.strategy.roll_call import get_store, wait_until
+
+_FAILURE_PATIENCE_S = 10.0  # ranks that fail alike do so within a step
+_fits = count()  # of this process, the same on all ranks
 
 
 def read_logged(trainer: pl.Trainer) -> dict[str, Tensor]:
@@ -179,11 +189,57 @@ def watch_monitors(trainer: pl.Trainer) -> None:
         if trainer.state.status == TrainerStatus.RUNNING:
             at_epoch_end = {metric.meta.name for metric in trainer.fit_loop.epoch_loop._results.values()}
             if name.removesuffix("_epoch") not in at_epoch_end:
-                _refuse_monitor(name, found)
+                _refuse_saved(callback, trainer, name, found)
         return found
+
+    def save(callback: ModelCheckpoint, trainer: pl.Trainer, found: dict[str, Tensor]) -> None:
+        try:
+            type(callback)._save_topk_checkpoint(callback, trainer, found)
+        except MisconfigurationException:  # that the validation has not logged it
+            assert callback.monitor is not None
+            _refuse_saved(callback, trainer, callback.monitor, found)
 
     for callback in _list_model_checkpoints(trainer):
         callback._monitor_candidates = partial(watched, callback)  # type: ignore[method-assign]
+        callback._save_topk_checkpoint = partial(save, callback)  # type: ignore[method-assign]
+
+
+def _refuse_saved(callback: ModelCheckpoint, trainer: pl.Trainer, name: str, found: dict[str, Tensor]) -> NoReturn:
+    path = callback.format_checkpoint_name({**found, name: torch.tensor(0)})
+    callback._save_checkpoint(trainer, path)
+    raise ValueError(
+        f"ModelCheckpoint.monitor: {describe_unknown_metric(name, found)}; what was trained is saved: {path}"
+    )
+
+
+def save_where_all_fail(trainer: pl.Trainer) -> None:
+    """Let ``save_on_exception`` save only where all ranks have failed, as in Ctrl-C: the others would not join a save.
+
+    All ranks must call this.
+    """
+    store_name = f"failures/{next(_fits)}"
+
+    def save(callback: ModelCheckpoint, trainer: pl.Trainer, module: pl.LightningModule, error: BaseException) -> None:
+        if callback._should_save_on_exception(trainer) and not _have_all_failed(store_name):
+            warnings.warn(  # on the rank that failed
+                "ModelCheckpoint.save_on_exception: nothing is saved, as not all ranks have failed: they would have to "
+                "save together",
+                stacklevel=2,
+            )
+            return
+        type(callback).on_exception(callback, trainer, module, error)
+
+    for callback in _list_model_checkpoints(trainer):
+        callback.on_exception = partial(save, callback)  # type: ignore[method-assign]
+
+
+def _have_all_failed(store_name: str) -> bool:
+    if not dist.is_initialized():
+        return True
+    store, rank = get_store(store_name), dist.get_rank()
+    store.set(str(rank), "")
+    others = [str(other) for other in range(dist.get_world_size()) if other != rank]
+    return not others or wait_until(lambda: store.check(others), _FAILURE_PATIENCE_S)
 
 
 def check_monitors(trainer: pl.Trainer) -> None:
@@ -197,10 +253,34 @@ def check_monitors(trainer: pl.Trainer) -> None:
             _refuse_monitor(name, known)
 
 
+def save_last_step(trainer: pl.Trainer) -> str | None:
+    """Save what was trained after the last save, where ``save_last`` is set or nothing was saved; return where.
+
+    Left alone, ``save_last`` is what was saved last, not what was trained last.
+    """
+    savers = _list_model_checkpoints(trainer)
+    if not savers or any(saver._last_global_step_saved == trainer.global_step for saver in savers):
+        return None
+    keeper = next((saver for saver in savers if saver.save_last), None)
+    if keeper is None and any(saver._last_global_step_saved for saver in savers):
+        return None
+    saver = keeper or savers[0]
+    found = saver._monitor_candidates(trainer)
+    if saver.monitor is None and saver.save_top_k:
+        saver._save_topk_checkpoint(trainer, found)
+    elif saver.save_last in (None, False, "link"):
+        saver._save_checkpoint(trainer, saver.format_checkpoint_name(found))
+    saver._save_last_checkpoint(trainer, found)
+    path = saver._last_checkpoint_saved
+    if keeper is None:
+        rank_zero_warn(f"ModelCheckpoint has saved nothing by now, so what was trained is saved at the end: {path}")
+    return path
+
+
 def list_waiting_monitors(trainer: pl.Trainer) -> list[str]:
     """Return for which metrics a ``ModelCheckpoint`` still waits that has saved nothing."""
     callbacks = _list_model_checkpoints(trainer)
-    waiting = [c for c in callbacks if c._defer_save_until_validation and not (c.best_model_path or c.last_model_path)]
+    waiting = [c for c in callbacks if c._defer_save_until_validation and not c.best_model_path]
     return [callback.monitor for callback in waiting if callback.monitor is not None]
 
 

@@ -30,7 +30,7 @@ from lit_fsdp.callbacks import (
     ThroughputLogger,
     WritePredictions,
 )
-from lit_fsdp.cli.defaults import LogInterval, Verbosity, choose_callbacks, list_found, remove_unused_run
+from lit_fsdp.cli.defaults import LastStep, LogInterval, Verbosity, choose_callbacks, list_found, remove_unused_run
 
 MEASURING = [StabilityMonitor, MemoryLogger, CommunicationLogger, ThroughputLogger, OOMReport]
 MONITORS = [ClassReport, *MEASURING, SpokenReport, RunReport]
@@ -60,7 +60,7 @@ def choose(
 
 
 def test_a_fit_is_saved_preempted_reported_and_summed_up_the_summary_last() -> None:
-    assert choose() == [ProgressBar, Preemption, ModelCheckpoint, LogInterval, *MONITORS, RunSummary]
+    assert choose() == [ProgressBar, Preemption, ModelCheckpoint, LastStep, LogInterval, *MONITORS, RunSummary]
 
 
 class OwnReport(RunReport):
@@ -89,10 +89,10 @@ def test_a_callback_that_is_given_replaces_that_of_its_class(given: Callback, ki
         ({"monitoring": False}, {*MONITORS}),
         ({"run_summary": False}, {RunSummary}),
         ({"enable_progress_bar": False}, {ProgressBar}),
-        ({"enable_checkpointing": False}, {ModelCheckpoint}),
-        ({"fast_dev_run": True}, {Preemption, ModelCheckpoint}),
+        ({"enable_checkpointing": False}, {ModelCheckpoint, LastStep}),
+        ({"fast_dev_run": True}, {Preemption, ModelCheckpoint, LastStep}),
         ({"log_every_n_steps": 10}, {LogInterval}),
-        ({"command": "validate"}, {Preemption, LogInterval, *MONITORS} - {ClassReport}),
+        ({"command": "validate"}, {Preemption, LastStep, LogInterval, *MONITORS} - {ClassReport}),
     ],
 )
 def test_each_setting_leaves_out_what_it_is_about(settings: dict[str, Any], missing: set[type[Callback]]) -> None:

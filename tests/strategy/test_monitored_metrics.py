@@ -29,6 +29,7 @@ def run(
         ("ModelCheckpoint", {"monitor": "val/los"}, "did you mean val/loss?", 0),  # in the sanity check
         ("ModelCheckpoint", {"monitor": "train/los", "every_n_train_steps": 1}, "did you mean train/loss?", 2),
         ("ModelCheckpoint", {"monitor": "accuracy", "every_n_train_steps": 1}, "expected one of ", 2),
+        ("ModelCheckpoint", {"monitor": "val/accuracy"}, "expected one of ", 2),
         ("ModelCheckpoint", {"monitor": "los", "every_n_train_steps": 1, "validates": False}, "expected one of ", 1),
         ("EarlyStopping", {"monitor": "val/los"}, "did you mean val/loss?", 2),
     ],
@@ -42,6 +43,9 @@ def test_a_metric_that_nothing_logs_is_refused_with_the_nearest_and_the_known(
     assert f"{callback}.monitor: got {settings['monitor']!r}: nothing logs it: {word}" in ended.errors[0]
     assert "/loss" in ended.errors[0].split("nothing logs it")[1]
     assert "Traceback" not in ended.err
+    saved = list(tmp_path.glob("runs/run/version_0/checkpoints/*/complete.json"))
+    assert len(saved) == (callback == "ModelCheckpoint" and num_steps > 0)  # what was trained is not lost
+    assert ("what was trained is saved: " in ended.errors[0]) == bool(saved)
     metrics = tmp_path / "runs" / "run" / "version_0" / "metrics.csv"
     rows = list(csv.DictReader(metrics.read_text().splitlines())) if metrics.exists() else []
     assert max((int(row["step"]) for row in rows), default=-1) < num_steps
@@ -54,7 +58,10 @@ def test_a_run_that_waited_for_a_validation_that_never_came_does_not_end_well(
     settings = {"monitor": "val/accuracy", "every_n_train_steps": 1}
     ended = run(tmp_path, "ModelCheckpoint", {"num_sanity_val_steps": 0, **when}, **settings)
     assert ended.code == 1, ended.err
-    assert "nothing was saved: ModelCheckpoint waited for 'val/accuracy'" in ended.errors[0]
+    assert "came to its end, but ModelCheckpoint waited for 'val/accuracy'" in ended.errors[0]
+    assert [path.parent.name for path in tmp_path.glob("runs/*/version_0/checkpoints/*/complete.json")] == [
+        "epoch=1-step=4.ckpt"
+    ]
 
 
 def test_what_is_logged_at_the_end_of_an_epoch_or_in_training_is_waited_for(tmp_path: Path) -> None:
