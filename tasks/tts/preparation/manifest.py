@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ class ManifestRow:
     Args:
         line: Its number, from 1.
         audio: As written there.
-        folder: Of the manifest, where relative paths begin.
+        folder: Of the manifest, where relative paths begin; the same however the manifest was named.
         text: What is said; ``None`` if it is to be transcribed.
         ref_audio: Another clip of the speaker, to take the embedding from.
         ref_text: What is said there; the row then goes on from that clip.
@@ -51,9 +52,8 @@ def read_manifest(path: Path) -> list[ManifestRow]:
     """
     path = path.expanduser()
     lines = read_lines(path, f"manifest: {path}")
-    rows = [
-        _parse(text, number, problem, path.parent) for number, text, problem in lines if text is None or text.strip()
-    ]
+    folder = Path(os.path.realpath(path.parent))
+    rows = [_parse(text, number, problem, folder) for number, text, problem in lines if text is None or text.strip()]
     if not rows:
         raise ValueError(f'manifest: {path}: empty: expected lines such as {{"audio": "a.wav", "text": "Hello."}}')
     if all(row.problem is not None for row in rows):

@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context, parent_process
@@ -34,6 +35,7 @@ from lit_fsdp.weights.file_names import join_name
 
 REJECTS = "rejects.jsonl"
 _LOCK = ".prepare.lock"
+_MODELS = ("model", "transcriber")  # settings that name one
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +88,7 @@ def prepare_shards(
 
     Raises:
         ValueError: The folder holds shards of something else, or another process is writing it.
+        RuntimeError: One of the processes was killed.
     """
     rows = read_manifest(manifest)
     shards = [rows[i : i + rows_per_shard] for i in range(0, len(rows), rows_per_shard)]
@@ -138,9 +141,15 @@ def _run(jobs: Sequence[Job], num_processes: int, ray_address: str | None) -> It
         return
     context = get_context("spawn")  # not forked: threads of torch do not survive it
     number = context.Value("i", 0)
-    with ProcessPoolExecutor(min(num_processes, len(jobs)), context, begin_worker, (number,)) as pool:
-        for done in as_completed([pool.submit(prepare_shard, *job) for job in jobs]):
-            yield done.result()
+    try:
+        with ProcessPoolExecutor(min(num_processes, len(jobs)), context, begin_worker, (number,)) as pool:
+            for done in as_completed([pool.submit(prepare_shard, *job) for job in jobs]):
+                yield done.result()
+    except BrokenProcessPool as error:
+        raise RuntimeError(
+            f"num_processes: got {num_processes}: a process was killed, perhaps for lack of memory: set it lower, and "
+            "start the command again to go on"
+        ) from error
 
 
 def begin_worker(number: Any) -> None:
@@ -224,8 +233,8 @@ def _check_plan(
 ) -> None:
     """Refuse to mix shards that were made of other lines or with other settings."""
     lines = hashlib.sha256("\n".join(repr(asdict(row)) for row in rows).encode()).hexdigest()
-    plan = {"manifest": lines, "rows_per_shard": rows_per_shard, "format": shard_format, **asdict(preparer)}
-    plan["contents"] = preparer.describe_models()
+    plan: dict[str, Any] = {"manifest": lines, "rows_per_shard": rows_per_shard, "format": shard_format}
+    plan |= {"contents": preparer.describe_models(), **asdict(preparer)}
     path = out / PLAN
     if not path.is_file():
         if foreign := sorted(file.name for kind in ("parquet", "jsonl") for file in out.glob(f"*.{kind}")):
@@ -239,20 +248,31 @@ def _check_plan(
         stored = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"out: {path} is damaged: {error}: expected another folder, or an empty one") from error
-    if changed := [name for name, value in plan.items() if stored.get(name) != value]:
-        name = changed[0]
-        was = f"{name} ({stored.get(name)!r})"
-        if isinstance(value := plan[name], dict) and isinstance(old := stored.get(name), dict):
-            parts = [f"{name}.{key} {old[key]!r}" if key in old else f"{name}.{key}" for key in value]
-            parts = [part for part, key in zip(parts, value, strict=True) if old.get(key) != value[key]]
-            began = "" if value.keys() <= old.keys() else ": an earlier release began it"
-            was = f"{parts[0] if parts else name}{began}"
-        if name in ("manifest", "contents"):
-            was = "model: its files have changed, or an earlier release began it"
-            was = "manifest: its lines have changed" if name == "manifest" else was
+    # Models by their contents alone, as a folder has many names.
+    if changed := [name for name in plan if name not in _MODELS and stored.get(name) != plan[name]]:
+        was = _describe_change(changed[0], stored, plan)
         raise ValueError(
             f"out: {out} holds shards made with another {was}: expected the same to go on, or another folder"
         )
+
+
+def _describe_change(name: str, stored: dict[str, Any], plan: dict[str, Any]) -> str:
+    """Return which setting is another one now, and what it was."""
+    old, value = stored.get(name), plan[name]
+    if name == "manifest":
+        return "manifest: its lines or its folder have changed, or an earlier release began it"
+    if name == "contents":
+        is_transcriber = (old or {}).get("transcriber") != value.get("transcriber")
+        model = "transcriber" if is_transcriber else "model"
+        if stored.get(model) != plan[model]:
+            return f"{model} ({stored.get(model)!r})"
+        return f"{model}: its files have changed, or an earlier release began it"
+    if not isinstance(value, dict) or not isinstance(old, dict):
+        return f"{name} ({old!r})"
+    parts = [f"{name}.{key} {old[key]!r}" if key in old else f"{name}.{key}" for key in value]
+    parts = [part for part, key in zip(parts, value, strict=True) if old.get(key) != value[key]]
+    began = "" if value.keys() <= old.keys() else ": an earlier release began it"
+    return f"{parts[0] if parts else name}{began}"
 
 
 def _finish(out: Path, paths: Sequence[Path], *, num_resumed: int) -> Prepared:

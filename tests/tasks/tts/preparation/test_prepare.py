@@ -333,6 +333,25 @@ def test_a_shard_without_good_rows_is_not_made_again(tmp_path: Path) -> None:
     assert prepare(tmp_path / "in.jsonl", tmp_path / "out").num_resumed == 1
 
 
+def test_a_manifest_may_be_named_in_another_way_to_go_on(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "link").symlink_to(clips)
+    lines = (clips / "in.jsonl").read_text()
+    (clips / "named.jsonl").write_text(f"{lines}{{broken\n")  # of that line there is no folder
+    monkeypatch.chdir(clips)
+    prepare(Path("named.jsonl"), tmp_path / "out")
+    monkeypatch.chdir(tmp_path)
+    for path in (clips, tmp_path / "link", Path("link"), Path(os.path.relpath(clips, tmp_path))):
+        assert prepare(path / "named.jsonl", tmp_path / "out").num_resumed == 3
+    shutil.copytree(clips, tmp_path / "copy")  # whose audio may be another's
+    with pytest.raises(ValueError, match="made with another manifest: its lines or its folder have changed"):
+        prepare(tmp_path / "copy" / "named.jsonl", tmp_path / "out")
+    (clips / "named.jsonl").write_text(lines)
+    with pytest.raises(ValueError, match="made with another manifest: its lines or its folder have changed"):
+        prepare(clips / "named.jsonl", tmp_path / "out")
+
+
 def test_shards_of_other_settings_are_not_mixed(clips: Path, tmp_path: Path) -> None:
     prepare(clips / "in.jsonl", tmp_path)
     with pytest.raises(ValueError, match="holds shards made with another rows_per_shard"):
@@ -500,6 +519,25 @@ def test_workers_end_with_the_process_that_started_them(number: int) -> None:
 
 def list_children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def end_by_force(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_worker_is_one_line_and_the_next_command_goes_on(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["prepare", "tts", f"--manifest={clips / 'in.jsonl'}", f"--out={tmp_path}", "--model=formants"]
+    command.append("--rows_per_shard=2")
+    with monkeypatch.context() as patch:
+        patch.setattr(runners, "get_context", lambda _: get_context("fork"))
+        patch.setattr(runners, "prepare_shard", end_by_force)
+        assert main([*command, "--num_processes=2"]) == 1
+    error = "a process was killed, perhaps for lack of memory: set it lower, and start the command again to go on"
+    assert capsys.readouterr().err.splitlines() == [f"error: num_processes: got 2: {error}"]
+    assert main(command) == 0
+    assert len(read_rows(tmp_path)) == 5
 
 
 @pytest.mark.slow

@@ -85,16 +85,22 @@ def test_a_speaker_encoder_that_lacks_a_tensor_is_refused(base: Path, clips: Pat
 
 @pytest.mark.parametrize("part", ["model.safetensors", "speech_tokenizer/model.safetensors"])
 def test_shards_of_a_model_that_has_changed_under_its_name_are_not_mixed(
-    base: Path, clips: Path, tmp_path: Path, part: str
+    base: Path, clips: Path, tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare(base, clips / "in.jsonl", tmp_path / "out")
-    prepare(base, clips / "in.jsonl", tmp_path / "out")
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree("base", "copy")  # the same model
+    for name in ("base", "copy"):
+        assert len(prepare(Path(name), clips / "in.jsonl", tmp_path / "out")) == 2
     weights = load_file(base / part)
     save_file(
         {name: tensor + 1 if tensor.is_floating_point() else tensor for name, tensor in weights.items()}, base / part
     )
     with pytest.raises(ValueError, match="holds shards made with another model: its files have changed"):
         prepare(base, clips / "in.jsonl", tmp_path / "out")
+    prepare(tmp_path / "copy", clips / "in.jsonl", tmp_path / "out")
+    with pytest.raises(ValueError, match=rf"another model \('{base}'\): expected the same to go on"):
+        prepare(Path("base"), clips / "in.jsonl", tmp_path / "out")
 
 
 def hear(folder: Path, audio: Any) -> str:
@@ -118,6 +124,14 @@ def test_a_whisper_model_writes_down_what_has_no_text(
     assert told.text == "told"
     assert heard.text == hear(whisper, read_audio(clips / "0.wav", 16000)) != ""
     assert heard.text == prepare(base, manifest, tmp_path / "again", whisper)[0].text
+    shutil.copytree(whisper, tmp_path / "copy")
+    assert len(prepare(base, manifest, tmp_path / "again", tmp_path / "copy")) == 2
+    weights = load_file(whisper / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, whisper / "model.safetensors")
+    with pytest.raises(ValueError, match="made with another transcriber: its files have changed"):
+        prepare(base, manifest, tmp_path / "again", whisper)
+    with pytest.raises(ValueError, match=r"made with another transcriber .*whisper'.: expected the same to go on"):
+        prepare(base, manifest, tmp_path / "again")
     capsys.readouterr()
     assert main([*command, f"--transcriber={base}", "--device=cpu"]) != 0
     assert "names 'qwen3_tts': expected a Whisper model" in capsys.readouterr().err
