@@ -52,4 +52,5 @@ def _parse(row: Row) -> PromptRow:
         raise ValueError(f"{row.where}: text: missing")
     if wrong := [name for name, value in found.items() if value is not None and not isinstance(value, str)]:
         raise ValueError(f"{row.where}: {wrong[0]}: got {found[wrong[0]]!r}: expected text")
-    return PromptRow(**{**found, "text": row.fields["text"]})
+    labels = {name: (found[name] or "").strip() or None for name in ("speaker", "language")}
+    return PromptRow(**{**found, **labels, "text": row.fields["text"]})

@@ -76,6 +76,9 @@ def _parse(line: str | None, number: int, problem: str, folder: Path) -> Manifes
     given = {name: fields[name] for name in names if fields.get(name) is not None}
     if wrong := [name for name, value in given.items() if not isinstance(value, str)]:
         return ManifestRow(line=number, audio=fields["audio"], problem=f"{wrong[0]}: expected text")
+    # White space around a name would make it another voice.
+    labels = {name: given.pop(name).strip() for name in ("speaker", "language") if name in given}
+    given |= {name: value for name, value in labels.items() if value}
     if "ref_text" in given and "ref_audio" not in given:
         problem = "ref_text: not used without ref_audio, in which it is said"
         return ManifestRow(line=number, audio=fields["audio"], problem=problem)

@@ -16,7 +16,7 @@ from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow, check_finished,
 
 _CODES, _EMBEDDINGS, _ROWS = "codes.npy", "embeddings.npy", "rows.jsonl"
 _TEXTS = ("audio", "text", "seconds", "speaker", "language", "instruct", "ref_text", "where")
-_LAYOUT = 2  # of these files
+_LAYOUT = 3  # of these files, and how rows are read
 
 
 def map_rows(source: str, cache_dir: Path) -> list[PreparedRow]:

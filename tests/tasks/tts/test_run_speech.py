@@ -124,6 +124,13 @@ def test_texts_are_the_lines_of_a_file_or_the_rows_of_json_lines(tmp_path: Path,
     assert read_prompts(tmp_path / name) == [PromptRow(text=said)]
 
 
+def test_names_in_texts_have_no_white_space_around_them(tmp_path: Path) -> None:
+    rows = ['{"text": "a", "speaker": "kim ", "language": " english"}', '{"text": "b", "speaker": " "}']
+    (tmp_path / "p.jsonl").write_text("\n".join(rows))
+    wanted = [PromptRow(text="a", speaker="kim", language="english"), PromptRow(text="b")]
+    assert read_prompts(tmp_path / "p.jsonl") == wanted
+
+
 @pytest.mark.parametrize("name", ["p.csv", "p.Parquet", "p.json"])
 def test_tables_are_no_texts(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("text\na\n")

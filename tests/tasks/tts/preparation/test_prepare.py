@@ -53,7 +53,8 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
             audio = soxr.resample(audio, 24000, rate)
         stereo = np.stack([audio, audio], axis=1) if i == 2 else audio
         soundfile.write(folder / f"{i}.{ending}", stereo, rate)
-        lines.append({"audio": f"{i}.{ending}", "text": SENTENCES[i % 4], "speaker": "Ada" if i % 2 == 0 else "Bruno"})
+        name = ("Ada", "Bruno", " Ada\t", "Bruno", "ADA\u00a0")[i]
+        lines.append({"audio": f"{i}.{ending}", "text": SENTENCES[i % 4], "speaker": name})
     (folder / "in.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return folder
 
@@ -68,7 +69,7 @@ def test_files_of_all_formats_become_rows(clips: Path, tmp_path: Path) -> None:
     assert (done.num_rows, done.num_rejected) == (5, 0)
     rows = read_rows(tmp_path)
     assert [row.audio for row in rows] == ["0.wav", "1.flac", "2.wav", "3.mp3", "4.ogg"]
-    assert [row.speaker for row in rows] == ["ada", "bruno", "ada", "bruno", "ada"]
+    assert [row.speaker for row in rows] == ["ada", "bruno", "ada", "bruno", "ada"]  # whatever is around a name
     audio = read_audio(clips / "1.flac", 24000)
     (codes,) = build_small_codec().encode([torch.from_numpy(audio)])
     np.testing.assert_array_equal(rows[1].codes, codes.numpy())
@@ -422,6 +423,15 @@ def test_a_damaged_row_is_named(tmp_path: Path, text: str, message: str) -> None
     (tmp_path / "mine.jsonl").write_bytes(f"{good}\n{text}\n".encode(errors="surrogateescape"))
     with pytest.raises(ValueError, match=rf"mine.jsonl {message}"):
         read_rows(tmp_path)
+
+
+def test_names_in_rows_of_your_own_have_no_white_space_around_them(tmp_path: Path) -> None:
+    names = ["Kim ", "kim", " ", None]
+    rows = [{"text": "a", "audio_codes": [[1]], "speaker": name, "language": name} for name in names]
+    (tmp_path / "mine.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    found = read_rows(tmp_path)
+    assert [row.speaker for row in found] == ["kim", "kim", "default", "default"]
+    assert [row.language for row in found] == ["Kim", "kim", "auto", "auto"]
 
 
 def test_embeddings_have_one_size_where_they_are_used(tmp_path: Path) -> None:
