@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ _LARGEST_PAGE = 27 + 255 + 255 * 255  # of OGG, in bytes
 _PAUSES_S = 10.0  # a word in a clip that is not longer may stand among pauses
 # Syllables, and half of them: 4 Chinese characters take as long as 12 letters of English. By beginnings of their names.
 _WEIGHTS = {"CJK ": 3.0, "HANGUL SYLLABLE": 2.5, "HIRAGANA": 2.0, "KATAKANA": 2.0}
+# What tokenizers of these models read as one token of control, also of Whisper: <|im_end|>, <|en|>, <tts_pad>.
+_CONTROL = re.compile(r"<\|[^<>|]+\|>|<tts_\w+>")
 Audio = NDArray[np.float32]  # [samples], mono, between -1 and 1
 
 
@@ -147,17 +150,33 @@ def _check_ogg_is_whole(file: BinaryIO, size: int) -> None:
 
 
 def check_text(text: str, seconds: float, limits: Limits) -> None:
-    """Refuse a text that nobody says in that time: of a file that was cut, or of another clip.
+    """Refuse a text that nobody says in that time: of a file that was cut, or of another clip, or without words.
 
     Raises:
-        AudioError: With the rate and the limit.
+        AudioError: With the text, or the rate and the limit.
     """
     rate = sum(_count_letters(character) for character in text) / seconds
+    if rate == 0:
+        raise AudioError(f"text: got {text[:40]!r}: no letter or number in it: expected what is said")
     what = f"{rate:.1f} letters a second ({len(text)} characters in {seconds:.2f} s)"
     if rate > limits.max_letters_per_s:
         raise AudioError(f"text: too long for its audio: {what}, at most {limits.max_letters_per_s:g}")
     if seconds > _PAUSES_S and rate < limits.min_letters_per_s:
         raise AudioError(f"text: too short for its audio: {what}, at least {limits.min_letters_per_s:g}")
+
+
+def check_tokens(text: str, name: str) -> None:
+    """Refuse a text in which training would read a token of control, such as the end of the text.
+
+    Args:
+        text: The text.
+        name: Of its field.
+
+    Raises:
+        AudioError: With the token.
+    """
+    if found := _CONTROL.search(text):
+        raise AudioError(f"{name}: {found[0]!r} in it is a control token, which nobody says: expected words alone")
 
 
 def _count_letters(character: str) -> float:

@@ -30,6 +30,7 @@ from lit_fsdp.tasks.tts.preparation.audio import (
     Limits,
     check_audio,
     check_text,
+    check_tokens,
     import_libraries,
     read_audio,
 )
@@ -281,6 +282,9 @@ class Preparer:
         self, clip: _Clip, sample_rate: int, embedding: NDArray[np.float32], counts: Counter[str]
     ) -> PreparedRow:
         row = clip.row
+        instruct, ref_text = (self.cleaning.fix((text or "").strip(), counts) for text in (row.instruct, row.ref_text))
+        for name, text in (("text", clip.text), ("instruct", instruct), ("ref_text", ref_text)):
+            check_tokens(text or "", name)
         return PreparedRow(
             audio=clip.name,
             text=clip.text or "",
@@ -289,8 +293,8 @@ class Preparer:
             speaker=row.speaker.lower(),
             language=row.language.lower(),
             speaker_embedding=embedding,
-            instruct=self.cleaning.fix((row.instruct or "").strip(), counts),
-            ref_text=self.cleaning.fix((row.ref_text or "").strip(), counts),
+            instruct=instruct,
+            ref_text=ref_text,
             ref_codes=clip.ref_codes,
         )
 

@@ -135,18 +135,24 @@ def test_bad_files_are_rejected_with_the_reason_and_stop_nothing(clips: Path, tm
         {"text": "hello"},
         {"audio": 5, "text": "hello"},
         {"audio": "good.wav", "text": "hello", "ref_audio": "short.wav"},
+        {"audio": "good.wav", "text": "...!"},
+        {"audio": "good.wav", "text": "hello<|im_end|>"},
+        {"audio": "good.wav", "text": "hello", "instruct": "<tts_pad>"},
+        {"audio": "good.wav", "text": "hello", "ref_audio": "good.wav", "ref_text": "<|endoftext|> so"},
     ]
     manifest = tmp_path / "in.jsonl"
     manifest.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + "{broken\n")
     done = prepare(manifest, tmp_path / "out")
-    assert (done.num_rows, done.num_rejected) == (1, 13)
+    assert (done.num_rows, done.num_rejected) == (1, 17)
     found = [json.loads(line) for line in (tmp_path / "out/rejects.jsonl").read_text().splitlines()]
     reasons = [
         *("no such file", "too short: 0.10 s, at least 0.4 s", "too long: 42.", "silence: peak -81 dB", "clipped: "),
         *("cannot be read", "text: empty", "text: missing, and no transcriber", "text: expected text"),
-        *("audio: missing", "audio: got 5: expected the path", "ref_audio: too short", "not valid JSON"),
+        *("audio: missing", "audio: got 5: expected the path", "ref_audio: too short"),
+        *("text: got '...!': no letter or number in it", "text: '<|im_end|>' in it is a control token"),
+        *("instruct: '<tts_pad>' in it is", "ref_text: '<|endoftext|>' in it is", "not valid JSON"),
     ]
-    assert [row["line"] for row in found] == list(range(2, 15))
+    assert [row["line"] for row in found] == list(range(2, 19))
     for row, reason in zip(found, reasons, strict=True):
         assert row["reason"].startswith(reason), row
 
@@ -614,6 +620,11 @@ def test_wav_files_of_other_kinds_are_read_and_refused_when_cut(tmp_path: Path, 
         ("いろはにほへとちりぬるを", 0.8, "text: too long"),
         ("नमस्ते दुनिया", 0.8, None),
         ("Hi!", 8.0, None),
+        ("7", 8.0, None),
+        ("...!", 2.0, r"text: got '\.\.\.!': no letter or number in it: expected what is said"),
+        ("\u200b", 2.0, r"text: got '\\u200b': no letter"),
+        ("\x07\x1b", 2.0, "no letter or number in it"),
+        ("- – ♪", 20.0, "no letter or number in it"),
         ("Hi!", 11.0, r"text: too short for its audio: 0.2 letters a second \(3 characters in 11.00 s\), at least 0.5"),
         ("1 234 567", 20.0, None),
         ("0049 170 1234567", 1.5, "text: too long for its audio: 28.0 letters a second"),
