@@ -45,7 +45,8 @@ def describe_run(
     """Return what goes into a checkpoint, in plain types.
 
     ``export`` holds the small files of the model's folder by name; ``speech`` the ``voices`` (mean embedding or
-    number of each speaker of the training data), ``streaming``, ``text_dropout`` and ``pretrained``.
+    number of each speaker of the training data), ``pretrained``, and how the data is laid out: ``streaming``,
+    ``speaker_embedding`` and ``text_dropout``.
 
     Args:
         config: Of the model.
@@ -61,7 +62,7 @@ def describe_run(
         files[GENERATION] = given
     voices = {name: np.asarray(voice).tolist() for name, voice in getattr(data, "voices", {}).items()}
     speech = {"voices": voices, "streaming": bool(getattr(data, "streaming", False)), "pretrained": pretrained}
-    speech["text_dropout"] = getattr(data, "text_dropout", None)
+    speech |= {name: getattr(data, name, None) for name in ("speaker_embedding", "text_dropout")}
     found: dict[str, Any] = {EXPORT: files, SPEECH: speech}
     if lora is not None:
         found[LORA] = asdict(lora)
@@ -86,7 +87,7 @@ def check_run(
 ) -> None:
     """Refuse adapters that were trained over other weights, or that would mean something else.
 
-    Warns of a share of dropped texts, and of roundings of the base, that are not those of the checkpoint.
+    Warns of a layout of the data, and of roundings of the base, that are not those of the checkpoint.
 
     Args:
         checkpoint: Its metadata.
@@ -98,9 +99,10 @@ def check_run(
     Raises:
         ValueError: With what it was.
     """
-    before, now = checkpoint.get(SPEECH, {}).get("text_dropout"), getattr(data, "text_dropout", None)
-    if None not in (before, now) and before != now:
-        rank_zero_warn(f"data.text_dropout: {now} is used from here on; the checkpoint was trained with {before}")
+    for name in ("streaming", "speaker_embedding", "text_dropout"):
+        before, now = checkpoint.get(SPEECH, {}).get(name), getattr(data, name, None)
+        if None not in (before, now) and before != now:
+            rank_zero_warn(f"data.{name}: {now} is used from here on; the checkpoint was trained with {before}")
     check_adapters(checkpoint, pretrained=pretrained, quantization=quantization, lora=lora)
 
 

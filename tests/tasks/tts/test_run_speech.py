@@ -52,6 +52,31 @@ def test_the_speaker_encoder_stays_in_checkpoints_and_a_run_goes_on(prepared: Pa
     assert int(again.targets_seen) > int(task.targets_seen)
 
 
+def test_a_run_that_goes_on_with_data_of_another_layout_says_so(
+    prepared: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    trainer = build_trainer(max_steps=1)
+    trainer.fit(build_task(), build_data(prepared, batch_size=2))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+    def list_changes(**layout: Any) -> list[str]:
+        recwarn.clear()
+        build_trainer(max_steps=2).fit(
+            build_task(), build_data(prepared, batch_size=2, **layout), ckpt_path=tmp_path / "a.ckpt"
+        )
+        return [text for warning in recwarn if "is used from here on" in (text := str(warning.message))]
+
+    assert list_changes() == []
+    assert list_changes(streaming=True, speaker_embedding="mean") == [
+        "data.streaming: True is used from here on; the checkpoint was trained with False",
+        "data.speaker_embedding: mean is used from here on; the checkpoint was trained with row",
+    ]
+    stored = torch.load(tmp_path / "a.ckpt", weights_only=False)
+    del stored["speech"]["speaker_embedding"]  # as of an earlier release
+    torch.save(stored, tmp_path / "a.ckpt")
+    assert list_changes(speaker_embedding="mean") == []
+
+
 def is_head(task: Any, module: Any) -> bool:
     return task.model is not None and module is task.model.talker.codec_head
 
