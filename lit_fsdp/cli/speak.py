@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -15,6 +16,7 @@ from torch import Tensor
 from lit_fsdp.export.out_folder import lock_out
 from lit_fsdp.files import refuse_unwritable, write_whole
 from lit_fsdp.parsing.parser import run_function
+from lit_fsdp.tasks.row_files import read_jsonl
 from lit_fsdp.tasks.tts.codec.formants import SPOKEN
 from lit_fsdp.tasks.tts.codec.frame_codec import FrameCodec
 from lit_fsdp.tasks.tts.codec.loading import check_codec, fetch_codec, open_codec
@@ -27,6 +29,8 @@ from lit_fsdp.tasks.tts.utterance import Utterance
 from lit_fsdp.tasks.tts.voice_export import export_voice
 
 _LOCK = ".speak.lock"
+_LIST = "spoken.jsonl"
+_AUDIO = re.compile(r"[0-9]{5,}\.wav")  # what is listed there
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +105,8 @@ def speak_texts(
 
     Args:
         model: Checkpoint or run of TextToSpeech, folder of a model, or its name on the Hub.
-        out: Folder for ``00000.wav`` and so on, and ``spoken.jsonl`` with their texts and settings.
+        out: Folder for ``00000.wav`` and so on, and ``spoken.jsonl`` with their texts and settings. WAV files that an
+            earlier ``spoken.jsonl`` lists there are removed; other files stay.
         text: What to say.
         texts: Instead, a ``.txt`` file of lines, or JSON lines with ``text`` and maybe ``speaker``, ``language`` and
             ``instruct``.
@@ -162,8 +167,17 @@ def speak_texts(
                 about = asdict(rows[i])
                 line = {"audio": path.name, **about, "has_ended": speech.has_ended, "num_frames": len(speech.codes)}
                 lines.append(json.dumps({**line, **settings}, ensure_ascii=False) + "\n")
-        write_whole(out / "spoken.jsonl", "".join(lines))
+        _remove_spoken(out, {path.name for path in (ref_audio, *(file.path for file in written)) if path})
+        write_whole(out / _LIST, "".join(lines))
     return written
+
+
+def _remove_spoken(out: Path, kept: set[str]) -> None:
+    """Remove the audio files that an earlier list in a folder names, but for those of some names."""
+    for row in read_jsonl(out / _LIST) if (out / _LIST).is_file() else ():
+        name = row.fields.get("audio")
+        if isinstance(name, str) and _AUDIO.fullmatch(name) and name not in kept and (out / name).is_file():
+            (out / name).unlink()
 
 
 def _speak_batch(

@@ -185,6 +185,17 @@ def test_the_command_speaks_into_files(run: Path, tmp_path: Path, capsys: pytest
     for i, line in enumerate(lines):
         info = soundfile.info(tmp_path / f"out/{i:05}.wav")
         assert (info.samplerate, info.frames) == (24000, line["num_frames"] * 1920)
+    others = ["00002.flac", "00003.wav", "mine.wav", "../00002.wav"]
+    for name in others:
+        (tmp_path / "out" / name).touch()
+    names = [*(line["audio"] for line in lines), *others, "/00002.wav", ["00002.wav"], None]
+    rows = [json.dumps(name if name is None else {"audio": name}) for name in names if name != "00003.wav"]
+    (tmp_path / "out" / "spoken.jsonl").write_text("\n".join([*rows, "{broken"]))
+    assert main(["speak", f"--model={run}", f"--out={tmp_path / 'out'}", "--text=a", *options[:2]]) == 0
+    assert len((tmp_path / "out/spoken.jsonl").read_text().splitlines()) == 1
+    wanted = {"00000.wav", "spoken.jsonl", "00002.flac", "00003.wav", "mine.wav"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == wanted
+    assert (tmp_path / "00002.wav").is_file()
     assert main(["speak", f"--model={run}", "--out=x", "--text=a", "--speaker=max", "--codec=formants"]) != 0
     assert "speaker: got 'max': expected one of: ann, bo, kim, lee" in capsys.readouterr().err
     assert main(["speak", f"--model={run}", "--out=x", "--text=a"]) != 0
