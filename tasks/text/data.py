@@ -99,7 +99,7 @@ class TextData(TaskData):
         test_split: The same for ``test``; ``test`` if not given.
         predict_split: The same for ``predict``; ``test`` if not given.
         format: ``text``, ``prompt_completion`` or ``chat``; ``auto`` decides row by row, by the fields that
-            are there. ``chat`` puts prompts and completions into the chat template, too.
+            are there. ``chat`` puts prompts and completions into the chat template, too, and texts of ``predict``.
         columns: The fields of your rows, where they have names of their own.
         txt_documents: What is one document in a ``.txt`` file: the ``file``, each ``line``, or each
             ``paragraph`` between blank lines. So also of a topic of ``pydoc``.

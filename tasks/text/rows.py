@@ -66,7 +66,8 @@ class RowFormat:
     """How rows are read.
 
     Args:
-        format: ``auto`` decides row by row, by the fields there are; ``chat`` also makes pairs of strings one.
+        format: ``auto`` decides row by row, by the fields there are; ``chat`` also makes pairs of strings one, and
+            texts that are prompts.
         columns: What fields are called.
         loss_on: ``auto`` takes all of plain text, and completions of others; ``completion`` needs rows that have one.
         is_prompt: Rows are prompts to continue, not documents to learn.
@@ -126,7 +127,7 @@ def parse_row(row: Row, row_format: RowFormat) -> Example:
     _refuse_unused(fields, layout, row_format)
     if _is_chat(fields, layout):
         return _parse_chat(fields, layout, row_format)
-    if layout == "text":
+    if layout == "text" and row_format.format != "chat":
         text = Text(text=_get_text(fields, "text"))
         if row_format.loss_on == "completion" and not row_format.is_prompt:
             raise RowError("plain text has no completion; set loss_on: auto, or use prompt and completion")
@@ -180,7 +181,7 @@ def _find_layout(fields: Mapping[str, Any], row_format: RowFormat) -> str:
         "auto": _LAYOUTS,
         "text": _LAYOUTS[-1:],
         "prompt_completion": _LAYOUTS[2:4],
-        "chat": _LAYOUTS[:4],
+        "chat": _LAYOUTS if row_format.is_prompt else _LAYOUTS[:4],
     }[row_format.format]
     given = {name for name, theirs in asdict(row_format.columns).items() if theirs is not None}
     kept = sorted(kept, key=given.isdisjoint)  # what the user has named comes first
@@ -207,7 +208,7 @@ def _find_places(fields: Mapping[str, Any], layout: str, row_format: RowFormat) 
     """Return of what may stand beside a layout whether it is read."""
     is_chat = _is_chat(fields, layout)
     is_instruction = layout == "instruction"
-    has_system = is_chat or (layout != "text" and (is_instruction or row_format.format == "chat"))
+    has_system = is_chat or is_instruction or row_format.format == "chat"
     has_tools = has_system and (is_chat or row_format.format != "prompt_completion")
     return {"input": is_instruction, "system": has_system, "tools": has_tools}
 

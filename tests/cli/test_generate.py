@@ -57,6 +57,12 @@ def test_answers_are_those_of_transformers_on_any_number_of_ranks_and_from_anywh
         drawn.append(Path("out.csv").read_text())
     assert drawn[0] == drawn[1] != drawn[2]
     assert drawn[0].startswith("index,prompt,prediction\n0,word1 is,")
+    args = ("generate", "--model=runs/run", "--prompts=lines.txt", "--out=out.jsonl", "--data.format=chat")
+    (ended_alone,) = fork_ranks(*args, "--max_new_tokens=2", "--trainer.accelerator=cpu", ranks=1)
+    assert ended_alone.code == 0, ended_alone.err
+    assert [row["prompt"] for row in read("out.jsonl")] == [
+        f"[user]{t}<|endoftext|>[assistant]" for t in ("word1 is", "word")
+    ]
 
 
 @pytest.mark.parametrize(

@@ -291,6 +291,10 @@ ALPACA = PromptCompletion(
         ({"messages": [USER, ANSWER], "body": "all of it"}, {"columns": {"text": "body"}}, Text(text="all of it")),
         ({"instruction": "What is two?", "output": "never seen"}, {"is_prompt": True, "format": "chat"}, Chat(messages=[USER])),
         ({"prompt": [USER]}, {"is_prompt": True}, Chat(messages=[USER])),
+        ({"text": "What is two?"}, {"is_prompt": True, "format": "chat"}, Chat(messages=[USER])),
+        ({"text": "What is two?", "more": "Count."}, {"is_prompt": True, "format": "chat", "columns": {"system": "more"}}, Chat(messages=[SYSTEM, USER])),
+        ({"text": "all of it", "prompt": "What is two?"}, {"is_prompt": True, "format": "chat"}, Chat(messages=[USER])),
+        ({"text": "What is two?"}, {"is_prompt": True}, Text(text="What is two?")),
     ],
 )  # fmt: skip
 def test_a_row_is_read_by_what_it_holds(fields: Any, settings: Any, expected: Any) -> None:
