@@ -2,6 +2,7 @@
 # Trains one configuration with torchrun: on this machine, or on several that can reach the first.
 #
 #   bash examples/torchrun.sh configs/quickstart.yaml
+#   NPROC_PER_NODE=2 bash examples/torchrun.sh configs/quickstart.yaml    # without GPUs: the number of processes
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=node0 bash examples/torchrun.sh configs/quickstart.yaml    # and NODE_RANK=1 on the other
 #   NNODES=1:4 MASTER_ADDR=node0 bash examples/torchrun.sh configs/quickstart.yaml    # elastic: on each node that is there
 #
