@@ -45,6 +45,7 @@ from lit_fsdp.sharding.buffers import has_statistics_of_ranks, sync_buffers
 from lit_fsdp.sharding.cpu_offload import CPUOffload
 from lit_fsdp.sharding.float8 import Float8, convert_linears
 from lit_fsdp.sharding.gloo_collectives import replace_collectives
+from lit_fsdp.sharding.layer_drop import describe_layer_drop
 from lit_fsdp.sharding.low_bit import compare_crossing
 from lit_fsdp.sharding.mesh import DataRanks, Mesh, MeshSizes, build_mesh, make_module_mesh
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
@@ -514,6 +515,8 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
                 module, self.num_nodes, gathers=sharding.gather_bits is None, reduces=sharding.reduce_bits is None
             )
         warn_of_hooks(module)
+        if is_fit and (dropped := describe_layer_drop(module, self.world_size)) is not None:
+            rank_zero.rank_zero_warn(dropped)
         limited = _list_limited(module)
         if limited := [n for n in limited if isinstance(module.get_parameter(f"{n}.weight"), DTensor)]:
             rank_zero.rank_zero_warn(

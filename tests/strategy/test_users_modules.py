@@ -24,8 +24,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, IterableDataset
 from training import build_trainer
+from transformers import AutoModel, BartConfig, PreTrainedConfig, Wav2Vec2Config
 
 from lit_fsdp import ActivationCheckpointing, Compile, FSDP2Strategy, Mesh, Sharding, Wrap
+from lit_fsdp.sharding.layer_drop import describe_layer_drop
 from ranks import RankError, run_ranks
 
 NUM_ROWS = 32
@@ -849,6 +851,50 @@ def train_limited(out: Path) -> None:
 def test_embeddings_with_a_maximal_norm_are_warned_about_and_not_limited(tmp_path: Path) -> None:
     run_ranks(train_limited, tmp_path / "out")
     assert float(torch.load(tmp_path / "out")["table.weight"].norm(dim=1).min()) > 0.1
+
+
+class Dropped(Plain):
+    """Skips layers of Wav2Vec2, or of BART, as its configuration says."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.model = AutoModel.from_config(config)
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        self.ran = []
+        for number, layer in enumerate(self.model.encoder.layers):
+            layer.register_forward_hook(lambda *_, number=number: self.ran.append(number))
+        sound = batch["x"].repeat(1, 40)
+        return self.model(sound).last_hidden_state.square().mean() + super().training_step(batch, 0)
+
+
+SOUND = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "num_hidden_layers": 4}
+FRAMES = {"conv_dim": (8, 8), "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_feat_extract_layers": 2}
+PLACES = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0}
+
+
+def train_dropped(layerdrop: float) -> None:
+    module = Dropped(Wav2Vec2Config(**SOUND, **FRAMES, **PLACES, layerdrop=layerdrop))  # type: ignore[arg-type]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        build_trainer(FSDP2Strategy(print_plan=False), max_steps=1, use_distributed_sampler=True).fit(module)
+    said = [str(warning.message) for warning in caught if "layerdrop" in str(warning.message)]
+    told = ["config.layerdrop: got 0.99: no effect, as Transformers runs every layer of a sharded model: set 0"]
+    assert said == (told if layerdrop and dist.get_rank() == 0 else [])
+    assert module.ran == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("layerdrop", [0.99, pytest.param(0.0, marks=pytest.mark.full)])
+def test_layers_that_a_sharded_model_does_not_skip_are_warned_about(layerdrop: float) -> None:
+    run_ranks(train_dropped, layerdrop)
+
+
+def test_layers_that_each_rank_would_skip_for_itself_are_warned_about() -> None:
+    sizes = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 8, "decoder_layerdrop": 0.2}
+    module = Dropped(BartConfig(**sizes, encoder_attention_heads=2, decoder_attention_heads=2))  # type: ignore[arg-type]
+    said = "config.decoder_layerdrop: got 0.2: ranks skip different layers and wait for each other: set 0"
+    assert describe_layer_drop(module, 2) == said
+    assert describe_layer_drop(module, 1) is None  # where it works
 
 
 class Edited(Plain):
