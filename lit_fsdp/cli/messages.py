@@ -111,7 +111,8 @@ def quieten_ray() -> None:
 def is_refusal(error: BaseException) -> bool:
     """Whether an error that ``describe_exception`` tells in one line is about what the user gave."""
     is_misconfigured = any(base.__name__ == "MisconfigurationException" for base in type(error).__mro__)
-    return isinstance(error, ValueError) or is_misconfigured or any(p.search(str(error)) for p in _MONITORS)
+    is_of_settings = isinstance(error, ValueError | ImportError)  # such as of an extra that a setting needs
+    return is_of_settings or is_misconfigured or any(p.search(str(error)) for p in _MONITORS)
 
 
 def describe_exception(

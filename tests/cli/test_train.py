@@ -258,6 +258,16 @@ def test_a_package_that_is_not_installed_is_named_with_its_command(capfd: pytest
     assert 'wandb is not installed: pip install "lit_fsdp[wandb]"' in errors_in(capfd.readouterr().err)[0]
 
 
+def test_a_package_that_a_setting_needs_is_named_with_its_command(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.delitem(sys.modules, "torchao.float8", raising=False)
+    options = ("--trainer.strategy=lit_fsdp.FSDP2Strategy", "--trainer.strategy.float8.emulate=true")
+    assert main(["fit", "--config=run.yaml", *options]) == 2
+    assert errors_in(capfd.readouterr().err) == ['error: float8 needs the package torchao: pip install "lit_fsdp[float8]"']
+
+
 def test_commands_that_do_not_exist_are_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fti"]) == 2
     assert main(["--config=run.yaml", "fit"]) == 2
