@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from lit_fsdp.checkpoint.remote import RemotePath, locate
 from lit_fsdp.export.folder import write_small_files
-from lit_fsdp.tasks.tts.checkpoint import GENERATION, build_model, read_checkpoint
+from lit_fsdp.tasks.tts.checkpoint import GENERATION, SpeechCheckpoint, build_model, read_checkpoint
 from lit_fsdp.tasks.tts.codec.frame_codec import FrameCodec
 from lit_fsdp.tasks.tts.codec.loading import has_codec
 from lit_fsdp.tasks.tts.families.family import Family, Voice, get_voice
@@ -224,12 +225,12 @@ def open_speaker(source: str, sampling: Sampling | None = None, *, base: str | N
         raise ValueError(f"model: {error}") from None
     path = path.expanduser() if isinstance(path, Path) else path
     if path.is_dir() and (isinstance(path, RemotePath) or not is_speech_model(path)):
-        checkpoint = read_checkpoint(path, base)
+        checkpoint, model = _read_checkpoint(path, base)
         files = {name: text for name, text in checkpoint.files.items() if isinstance(text, str)}
         found = Speaker(
             family=checkpoint.family,
             config=checkpoint.config,
-            model=build_model(checkpoint).to(device),
+            model=model.to(device),
             tokenizer=_build_tokenizer(files),
             sampling=checkpoint.family.complete_sampling(sampling, files.get(GENERATION)),
             voices={name: voice.numpy() if voice.ndim else int(voice) for name, voice in checkpoint.voices.items()},
@@ -255,6 +256,15 @@ def open_speaker(source: str, sampling: Sampling | None = None, *, base: str | N
         )
     found.family.prepare_speaking(found.model)
     return found
+
+
+def _read_checkpoint(path: Path | RemotePath, base: str | None) -> tuple[SpeechCheckpoint, nn.Module]:
+    """Return a checkpoint and its model; errors name the option ``model``."""
+    try:
+        checkpoint = read_checkpoint(path, base)
+        return checkpoint, build_model(checkpoint)
+    except ValueError as error:
+        raise ValueError(re.sub("^checkpoint: ", "model: ", str(error))) from error
 
 
 def _build_tokenizer(files: dict[str, str]) -> Any:

@@ -198,6 +198,9 @@ def test_the_command_speaks_into_files(run: Path, tmp_path: Path, capsys: pytest
     assert (tmp_path / "00002.wav").is_file()
     assert main(["speak", f"--model={run}", "--out=x", "--text=a", "--speaker=max", "--codec=formants"]) != 0
     assert "speaker: got 'max': expected one of: ann, bo, kim, lee" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert main(["speak", f"--model={tmp_path / 'empty'}", "--out=x", "--text=a"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: model: {tmp_path / 'empty'} ")
     assert main(["speak", f"--model={run}", "--out=x", "--text=a"]) != 0
     assert "codec: not given, and the model has none" in capsys.readouterr().err
     clone = ["--ref_audio=x.wav", "--codec=formants", f"--texts={tmp_path / 'texts.jsonl'}"]
