@@ -127,6 +127,8 @@ class CommunicationLogger(StepCallback):
             self._notes.append(f"{self._meter.num_dropped:,} steps are missing: the GPU was too far behind the host")
         self._stop()
 
+    on_preemption = on_train_end
+
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._stop()

@@ -176,6 +176,8 @@ class MemoryLogger(StepCallback):
             with self._give_up_on_error(trainer):
                 self._report(trainer, section)
 
+    on_preemption = on_train_end
+
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._close_trace()

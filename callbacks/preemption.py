@@ -102,11 +102,11 @@ class Preemption(StepCallback):
         self._stats = AsyncRankStats(trainer, ["order"])
         if order := int(gather_over_ranks(trainer, {"order": self._order})["order"].high):
             self._end(trainer, order, "before the first step, so there is nothing to save")
-            self._leave_if_preempted()
+            self._leave_if_preempted(trainer, pl_module)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._leave_if_preempted()
+        self._leave_if_preempted(trainer, pl_module)
 
     @override
     def on_step_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -115,7 +115,7 @@ class Preemption(StepCallback):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._leave_if_preempted()
+        self._leave_if_preempted(trainer, pl_module)
 
     on_train_epoch_end = on_validation_start
 
@@ -125,7 +125,7 @@ class Preemption(StepCallback):
         is_equal = isinstance(trainer.strategy, FSDP2Strategy)
         if trainer.state.fn == "fit" and not trainer.sanity_checking and is_equal:
             self._save_if_told(trainer)
-            self._leave_if_preempted()
+            self._leave_if_preempted(trainer, pl_module)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -170,9 +170,17 @@ class Preemption(StepCallback):
         if order == _REQUEUE and trainer.is_global_zero:
             _requeue_job()
 
-    def _leave_if_preempted(self) -> None:
-        if self.is_preempted:
-            raise SIGTERMException(self._choose_exit_code())
+    def _leave_if_preempted(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self.is_preempted:
+            return
+        others: list[Any] = trainer.callbacks if self.last_step > self.first_step else []  # type: ignore[attr-defined]
+        for callback in others:
+            if isinstance(callback, StepCallback):
+                try:
+                    callback.on_preemption(trainer, pl_module)
+                except Exception as error:  # noqa: BLE001  all is saved, and the run ends as one that can go on
+                    rank_zero_warn(f"{type(callback).__name__} has no result: {type(error).__name__}: {error}")
+        raise SIGTERMException(self._choose_exit_code())
 
     def _choose_exit_code(self) -> int:
         """Return that of this rank. With 0, its torchrun would take the run for a finished one."""

@@ -306,6 +306,8 @@ class ThroughputLogger(StepCallback):
             self._predicted = self._predict(trainer, pl_module)
             self._section = self._build_section(spreads, trainer.world_size, num_steps - begin, is_warm=begin > 0)
 
+    on_preemption = on_train_end
+
     def _predict(self, trainer: Trainer, module: LightningModule) -> StepTime | None:
         if self._estimator is None or not trainer.is_global_zero:
             return None

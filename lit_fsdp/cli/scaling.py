@@ -22,6 +22,11 @@ from lit_fsdp.parsing.config_files import check_config_files, list_quiet_callbac
 from lit_fsdp.parsing.parser import check_out_folder
 from lit_fsdp.strategy.processes import is_torchrun
 
+_WITHOUT_SPEED = {  # how a run ended before its ranks could put together what they measured, by its status
+    "failed": "failed",
+    "interrupted": "was interrupted",
+    "preempted": "was preempted before its first step",
+}
 _MIN_STEPS = 8  # fewer leave none after the warm-up of the callbacks that measure
 # Of a run that is only measured: it ends after its steps, and saves, validates and logs nothing.
 QUIET_TRAINER: dict[str, Any] = {
@@ -126,14 +131,21 @@ def read_report(path: Path) -> Scale:
     Raises:
         ConfigError: It is none, or the run was not measured.
     """
+    status = None
     try:
-        sections = json.loads(path.read_text())["sections"]
+        report = json.loads(path.read_text())
+        status, sections = report.get("run", {}).get("status"), report["sections"]
         speed, comm = sections["speed"]["numbers"], sections.get("comm", {}).get("numbers", {})
         unit = next(unit for unit in ("tokens", "samples") if f"{unit}_per_s" in speed)
     except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:
+        if status in _WITHOUT_SPEED:
+            raise ConfigError(
+                f"{path}: the run {_WITHOUT_SPEED[status]}, so its report says nothing of its speed: expected one of a "
+                "run that came to its end"
+            ) from error
+        why = f" ({error.strerror})" if isinstance(error, OSError) else ""
         raise ConfigError(
-            f"{path}: no report of a run with `monitoring: true` that logged its tokens or samples "
-            f"({type(error).__name__}: {error})"
+            f"{path}: no report of a run with `monitoring: true` that logged its tokens or samples{why}"
         ) from error
     # One rank has no collectives, and says nothing of them.
     step = comm.get("step", {"exposed_s": 0.0, "exposed_pct": 0.0})

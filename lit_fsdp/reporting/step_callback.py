@@ -30,3 +30,6 @@ class StepCallback(Callback):
 
     def on_step_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Act on the step that has just ended, ``last_step``."""
+
+    def on_preemption(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put together what ranks have measured: a preempted run ends here, on all ranks after the same step."""

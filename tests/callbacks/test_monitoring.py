@@ -1,6 +1,8 @@
 """What is on by default, all at once, in runs that are not the usual ones."""
 
+import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from launches import ROOT, write_run
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from models import to_full
 from torch import Tensor, nn
 from training import EVEN, Rows, build_task, build_trainer, save_model
@@ -23,10 +26,12 @@ from lit_fsdp.callbacks import (
     CommunicationLogger,
     MemoryLogger,
     OOMReport,
+    Preemption,
     RunReport,
     StabilityMonitor,
     ThroughputLogger,
 )
+from lit_fsdp.cli.scaling import read_report
 from lit_fsdp.profiling.clock import Clock
 from ranks import run_ranks
 
@@ -56,6 +61,31 @@ def fit_without_logging(folder: Path, root: Path) -> None:
 @pytest.mark.full
 def test_a_trainer_that_logs_nothing_is_measured_all_the_same(folder: Path, tmp_path: Path) -> None:
     run_ranks(fit_without_logging, folder, tmp_path, world_size=2)
+
+
+def fit_until_preempted(folder: Path, root: Path) -> None:
+    class Preempt(Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 4 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    monitors = [*build_monitors(), Preemption(dirpath=str(root))]
+    options: dict[str, Any] = {"max_steps": 20, "log_every_n_steps": 3, "default_root_dir": root}
+    trainer = build_trainer(FSDP2Strategy(print_plan=False), callbacks=[Preempt(), *monitors], **options)
+    with pytest.raises(SIGTERMException):
+        trainer.fit(build_task(folder), Rows(MODEL["vocab_size"], 4))
+    assert trainer.global_step == 6
+
+
+def test_a_preempted_run_has_the_sections_that_all_ranks_make_together(folder: Path, tmp_path: Path) -> None:
+    run_ranks(fit_until_preempted, folder, tmp_path, world_size=2)
+    (path,) = tmp_path.rglob("report.json")
+    report = json.loads(path.read_text())
+    assert report["run"]["status"] == "preempted"
+    assert report["sections"]["memory"]["numbers"]["peak_rss_gib"]
+    assert report["sections"]["speed"]["numbers"]["ranks"] == 2
+    assert report["sections"]["comm"]["numbers"]["collectives"]
+    assert read_report(path).unit == "tokens"
 
 
 def fit_with_one_gpu_behind(folder: Path, root: Path) -> None:

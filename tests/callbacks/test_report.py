@@ -45,6 +45,8 @@ def test_the_numbers_are_those_of_the_run(two_ranks: Path) -> None:
     assert numbers["curves"]["train/loss"]["values"] == pytest.approx(logged)
     assert numbers["curves"]["train/loss"]["lowest"]["value"] == pytest.approx(min(logged))
     assert numbers["units"]["shard"] == 2
+    keys = {*numbers["units"], *numbers["units"]["units"][0]}
+    assert keys <= set(re.findall(r"`(\w+)`", DOCS.read_text()))
     assert sum(unit["num_parameters"] for unit in numbers["units"]["units"]) == numbers["units"]["num_parameters"]
     assert numbers["environment"]["packages"]["torch"] == torch.__version__
     assert numbers["environment"]["devices"] == [{"name": "cpu", "memory_gib": None}] * 2

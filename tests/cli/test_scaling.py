@@ -79,7 +79,13 @@ def test_a_report_without_speed_is_refused(tmp_path: Path, capsys: pytest.Captur
     path = tmp_path / "report.json"
     path.write_text(json.dumps({"sections": {"speed": {"title": "Speed", "error": "failed"}}}))
     assert main(["bench", "scaling", "--reports", str(path)]) == 2
-    assert "no report of a run with `monitoring: true`" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "no report of a run with `monitoring: true`" in err
+    assert "Error" not in err
+    for status, said in (("failed", "failed"), ("interrupted", "was interrupted")):
+        path.write_text(json.dumps({"run": {"status": status}, "sections": {}}))
+        assert main(["bench", "scaling", "--reports", str(path)]) == 2
+        assert f"report.json: the run {said}, so its report says nothing of its speed" in capsys.readouterr().err
 
 
 @pytest.fixture
