@@ -20,13 +20,16 @@ class SkippedImages:
 
     def __init__(self) -> None:
         self.totals: dict[str, int] = {}  # of the last epoch of each stage, over all ranks
+        self._named: set[str] = set()
         self._counts: Counter[str] = Counter()
         self._decoded: Counter[str] = Counter()
 
     def add(self, stage: str, batch: Mapping[str, Any]) -> None:
-        """Name the bad images of a batch; each is named once."""
+        """Name the bad images of a batch, each once in a run."""
         for problem in batch.get("problems", ()):
-            warnings.warn(f"skipped: {problem}", stacklevel=2)
+            if problem not in self._named:
+                self._named.add(problem)
+                warnings.warn(f"skipped: {problem}", stacklevel=2)
             self._counts[stage] += 1
         index = batch.get("index")  # of evaluation, where some rows only fill up a batch
         num_rows = len(batch["labels"]) if index is None else sum(i != PADDING for i in index)

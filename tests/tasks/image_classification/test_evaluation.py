@@ -18,6 +18,7 @@ from transformers import AutoModelForImageClassification
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.callbacks.predictions import WritePredictions
 from lit_fsdp.tasks import ImageClassification, LRSchedule
+from lit_fsdp.tasks.image_classification.skipped import SkippedImages
 from ranks import run_ranks
 
 
@@ -97,6 +98,15 @@ def test_images_that_are_skipped_are_named_once_and_counted_over_all_ranks(tmp_p
     named = sorted(name for _, _, names, _ in ranks for name in names)
     assert named == ["bad_cat.png", "bad_dog.png", "bad_eel.png"]
     assert [told for *_, told in ranks] == [1, 0]
+
+
+def test_an_image_that_is_skipped_is_named_in_its_first_epoch_alone() -> None:
+    skipped = SkippedImages()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for problems in (["a.png: cut"], ["a.png: cut", "b.png: cut"]):
+            skipped.add("train", {"problems": problems, "labels": [0, -100, -100]})
+    assert [str(warning.message) for warning in caught] == ["skipped: a.png: cut", "skipped: b.png: cut"]
 
 
 def test_predictions_are_written_as_tables(tmp_path: Path) -> None:
