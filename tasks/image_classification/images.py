@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import io
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from PIL import Image
+from PIL import ExifTags, Image
 
-SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
+SUFFIXES = (".avif", ".bmp", ".gif", ".jfif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}  # by the orientation in EXIF
 
 
 class BadImageError(Exception):
@@ -43,15 +53,15 @@ class Images:
         return self.num_images
 
     def read(self, index: int) -> Image.Image:
-        """Return a decoded RGB image.
+        """Return a decoded RGB image, turned as its EXIF says.
 
         Raises:
-            BadImageError: It cannot be read or decoded.
+            BadImageError: It cannot be read or decoded, or nobody knows what is white in it.
         """
         try:
             image = self.open(index)
             image.load()
-            return _to_rgb(image)
+            return _to_rgb(_turn(image))
         # What decoders raise for damaged data differs by format; a missing file is an OSError too.
         except (OSError, ValueError, SyntaxError, TypeError, EOFError, Image.DecompressionBombError) as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -63,10 +73,29 @@ def decode(data: bytes) -> Image.Image:
     return Image.open(io.BytesIO(data))
 
 
+def _turn(image: Image.Image) -> Image.Image:
+    """Return an image the right way up.
+
+    ``ImageOps.exif_transpose`` also writes the EXIF anew, which fails in many ways where other parts are damaged.
+    """
+    try:
+        turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+    except (ValueError, SyntaxError, struct.error):  # damaged EXIF, with Pillow 13; the image is not
+        return image
+    return image if turn is None else image.transpose(turn)
+
+
 def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode == "F":
+        raise ValueError("float pixels have no defined range: convert it to 8 or 16 bits")
     if image.mode in ("I;16", "I;16B", "I;16L", "I"):  # 16 bits, which convert() would cut off
-        scaled = np.asarray(image).astype(np.float32) / 257
-        return Image.fromarray(scaled.clip(0, 255).astype(np.uint8)).convert("RGB")
+        pixels = np.asarray(image)
+        if pixels.min() < 0 or pixels.max() > 65_535:
+            raise ValueError(
+                f"32-bit pixels, here {pixels.min():,} to {pixels.max():,}, have no defined range: convert it to 8 or "
+                "16 bits"
+            )
+        return Image.fromarray((pixels.astype(np.float32) / 257).astype(np.uint8)).convert("RGB")
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
     return image if image.mode == "RGB" else image.convert("RGB")

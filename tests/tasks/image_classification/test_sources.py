@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import random
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 from image_training import list_files, write_folder, write_shards
-from PIL import Image
+from PIL import ExifTags, Image, PngImagePlugin, features
 
-from lit_fsdp.tasks.image_classification.images import BadImageError, Images
-from lit_fsdp.tasks.image_classification.sources import Fields, fetch_images, open_images
+from lit_fsdp.tasks.image_classification.images import SUFFIXES, BadImageError, Images
+from lit_fsdp.tasks.image_classification.sources import Fields, fetch_images, open_images, sort_labels
 
 FIELDS = Fields(image="image", label="label")
 
@@ -165,6 +166,89 @@ def test_every_kind_of_pixel_becomes_rgb(mode: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("ending", SUFFIXES)
+def test_every_ending_of_an_image_is_read(ending: str, tmp_path: Path) -> None:
+    if not features.check({".avif": "avif", ".webp": "webp"}.get(ending, "zlib")):
+        pytest.skip("Pillow was built without it")
+    (tmp_path / "a").mkdir()
+    Image.new("RGB", (8, 8), (200, 100, 0)).save(tmp_path / "a" / f"0{ending}")
+    (tmp_path / "a" / f"0{ending}").rename(tmp_path / "a" / f"0{ending.upper()}")
+    assert np.abs(np.asarray(find(tmp_path).read(0)).astype(int) - (200, 100, 0)).max() <= 4
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_sixteen_bits_reach_from_black_to_white_and_what_has_no_range_is_refused(wide: bool, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+
+    def read(values: list[float], kind: type) -> list[int]:
+        Image.fromarray(np.array([values], dtype=kind)).save(tmp_path / "a" / "0.tif")
+        return [int(value) for value in np.asarray(find(tmp_path).read(0))[0, :, 0]]
+
+    assert read([0, 4095, 65_535], np.int32 if wide else np.uint16) == [0, 15, 255]
+    refused: list[tuple[list[float], type]] = [([-1, 5], np.int32), ([0, 65_536], np.int32)]
+    for values, kind in refused if wide else [([0.0, 1.0], np.float32), ([0.0, 255.0], np.float32)]:
+        with pytest.raises(BadImageError, match=r"a/0\.tif: .* no defined range: convert it to 8 or 16 bits"):
+            read(values, kind)
+
+
+_TURN_BACK = {
+    1: None,
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_90,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_270,
+}
+
+
+def make_upright() -> Image.Image:
+    """Return an image without symmetry."""
+    return Image.fromarray(np.arange(12 * 8, dtype=np.uint8).reshape(12, 8)).convert("RGB")
+
+
+@pytest.mark.parametrize("ending", ["jpg", "png", "tif", "webp", "avif"])
+def test_an_image_is_turned_as_its_exif_says(ending: str, tmp_path: Path) -> None:
+    if ending == "avif" and not features.check("avif"):
+        pytest.skip("Pillow was built without it")
+    (tmp_path / "a").mkdir()
+    upright = make_upright()
+    for orientation, turn in _TURN_BACK.items():
+        exif = Image.Exif()
+        exif[ExifTags.Base.Orientation] = orientation
+        stored = upright if turn is None else upright.transpose(turn)
+        options: dict[str, Any] = {"lossless": True} if ending == "webp" else {}
+        stored.save(tmp_path / "a" / f"{orientation}.{ending}", exif=exif, **options)
+    images = find(tmp_path)
+    assert len(images) == 8
+    for i in range(8):
+        pixels = np.asarray(images.read(i)).astype(int)
+        assert pixels.shape == (12, 8, 3)
+        assert np.abs(pixels - np.asarray(upright)).mean() < 4, images.locate(i)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_damaged_exif_makes_no_image_bad(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    exif = Image.Exif()
+    exif.update({ExifTags.Base.Orientation: 6, ExifTags.Base.Make: "maker", ExifTags.Base.XResolution: 72.0})
+    draw = random.Random(0)
+    for i in range(150):
+        data = bytearray(exif.tobytes())
+        for _ in range(draw.choice([1, 2, 4])):
+            data[draw.randrange(len(data))] = draw.randrange(256)
+        data = data if i % 3 else data[: draw.randrange(len(data))]
+        make_upright().save(tmp_path / "a" / f"{i:03d}.webp", exif=bytes(data), lossless=True)
+    text = PngImagePlugin.PngInfo()
+    text.add_text("Raw profile type exif", "\nexif\n4\nno hexadecimals")
+    make_upright().save(tmp_path / "a" / "999.png", pnginfo=text)
+    images = find(tmp_path)
+    found = [images.read(i) for i in range(len(images))]
+    assert np.array_equal(np.asarray(found[-1]), np.asarray(make_upright()))
+    assert {image.size for image in found} == {(8, 12), (12, 8)}  # in some of them the orientation is undamaged
+
+
 @pytest.mark.parametrize(
     ("files", "source", "message"),
     [
