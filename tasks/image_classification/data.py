@@ -296,7 +296,7 @@ class _Rows:
     def _fetch(self, number: int) -> bytes:
         try:
             return self.images.fetch(number) if self.images.fetch is not None else b""
-        except (OSError, TypeError):  # neither a file nor bytes: whoever reads it says so, or skips it
+        except (OSError, ValueError):  # neither a file nor bytes: whoever reads it says so, or skips it
             return b""
 
     def read(self, index: int) -> tuple[Image.Image | None, str]:

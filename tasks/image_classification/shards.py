@@ -18,7 +18,7 @@ from PIL import Image
 from lit_fsdp.checkpoint.sharded import agree
 from lit_fsdp.files import refuse_special_file
 from lit_fsdp.tasks.image_classification.images import SUFFIXES, Images, decode
-from lit_fsdp.tasks.image_classification.manifests import check_label
+from lit_fsdp.tasks.image_classification.manifests import get_label
 from lit_fsdp.tasks.row_files import describe_json_error, list_files, parse_json
 
 _LABELS = ("cls", "label", "json")  # endings of members that say the class
@@ -277,12 +277,10 @@ def _read_label(content: bytes, ending: str, *, where: str) -> str | None:
             return text
         fields = parse_json(text)
         value = fields.get("label", fields.get("cls")) if isinstance(fields, dict) else None
-        if value not in (None, ""):
-            check_label(value, where=where, field="label")
+        return None if value in (None, "") else get_label(value, where=where, field="label")
     except UnicodeDecodeError as error:
         raise _ShardError(f"{where}: not UTF-8 (byte 0x{content[error.start]:02x}); convert the file") from error
     except json.JSONDecodeError as error:
         raise _ShardError(f"{where}: {describe_json_error(error)}") from error
     except ValueError as error:
         raise _ShardError(str(error)) from error
-    return None if value is None else str(value) or None

@@ -16,7 +16,7 @@ from lit_fsdp.checkpoint.sharded import agree
 from lit_fsdp.files import refuse_special_file
 from lit_fsdp.tasks.data import DEFAULT_SPLITS, Split
 from lit_fsdp.tasks.image_classification.images import SUFFIXES, Images, decode
-from lit_fsdp.tasks.image_classification.manifests import MANIFESTS, check_label, read_table
+from lit_fsdp.tasks.image_classification.manifests import MANIFESTS, get_label, read_table
 from lit_fsdp.tasks.image_classification.shards import is_url, read_object, read_shards
 from lit_fsdp.tasks.row_files import describe, is_saved, list_files, open_saved, tell_retries_once
 
@@ -67,13 +67,13 @@ def open_images(source: str, *, split: str | None, split_of: Split, fields: Fiel
     refuse_special_file(path, source)
     if not path.exists() and not any(c in source for c in "*{"):
         raise ValueError(f"{source}: no such file")
-    if path.is_dir() and not any(path.glob("*.tar")):
-        return _list_folder(path)
+    if path.is_dir():
+        return _open_folder(path, source, needs_labels=split_of != "predict")
     if path.suffix.lower() in SUFFIXES and path.is_file():
         return _open_files([path], None)
     if path.suffix in MANIFESTS:
         return _read_manifest(path, fields, needs_labels=split_of != "predict")
-    if path.is_dir() or path.suffix == ".tar" or source.endswith("}") or "*" in source:
+    if path.suffix == ".tar" or source.endswith("}") or "*" in source:
         return read_shards(source, needs_labels=split_of != "predict")
     raise ValueError(
         f"{source}: expected a folder with one folder for each class, a {', '.join(MANIFESTS)} or .tar file, a data "
@@ -97,7 +97,8 @@ def _is_on_hub(source: str) -> bool:
 def sort_labels(labels: Sequence[str]) -> list[str]:
     """Return the classes of these labels: numbers by value, names by alphabet."""
     names = set(labels)
-    return sorted(names, key=int) if all(name.isascii() and name.isdigit() for name in names) else sorted(names)
+    are_numbers = all(name.isascii() and name.isdigit() for name in names)
+    return sorted(names, key=lambda name: (int(name), name)) if are_numbers else sorted(names)
 
 
 # Digits
@@ -130,10 +131,25 @@ def _load_digits(split: str) -> Images:
 # Files
 
 
+def _open_folder(folder: Path, source: str, *, needs_labels: bool) -> Images:
+    """Return the images of a folder, or of the shards in it."""
+    shard = min((file.name for file in folder.glob("*.tar") if not file.name.startswith(".")), default=None)
+    if shard is None:
+        return _list_folder(folder)
+    image = next((file for name in _list_names(folder) for file in list_files(folder / name, SUFFIXES)), None)
+    if image is not None:
+        raise _describe_both(source, shard, str(image.relative_to(folder)))
+    return read_shards(source, needs_labels=needs_labels)
+
+
+def _list_names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
 def _list_folder(folder: Path) -> Images:
     """Return ``folder/<class>/**/<image>``, or images that lie in the folder itself, which have no labels."""
     loose = list_files(folder, SUFFIXES, is_deep=False)
-    names = sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+    names = _list_names(folder)
     found = [(path, name) for name in names for path in list_files(folder / name, SUFFIXES)]
     if loose and found:
         raise ValueError(f"{folder}: holds images beside folders of classes, such as {loose[0].name}; move them")
@@ -144,7 +160,14 @@ def _list_folder(folder: Path) -> Images:
     filled = {name for _, name in found}
     if empty := [name for name in names if name not in filled]:
         raise ValueError(f"{folder}: no images in {', '.join(empty[:5])}; remove empty folders, or fill them")
-    return _open_files([path for path, _ in found], [name for _, name in found], class_names=names)
+    return _open_files([path for path, _ in found], [name for _, name in found], class_names=sort_labels(names))
+
+
+def _describe_both(source: str, shard: str, image: str) -> ValueError:
+    return ValueError(
+        f"{source}: holds shards such as {shard} beside folders of images such as {image}; name the shards alone, as "
+        f"{source.rstrip('/')}/*.tar, or move them"
+    )
 
 
 def _list_objects(source: str) -> Images | None:
@@ -175,13 +198,17 @@ def _find_objects(source: str) -> dict[str, tuple[str, int]]:
         found = where.find()
     except UnreachableError as error:
         raise ValueError(f"{error}; see whether it is there, and whether you may read it") from error
-    if any(path.suffix == ".tar" for path in found):
-        return {}
-    return {
+    images = {
         str(path): (str(path).removeprefix(f"{where}/") if path != where else path.name, size)
         for path, (size, _) in found.items()
         if path.suffix.lower() in SUFFIXES
     }
+    shard = next((path.name for path in found if path.suffix == ".tar" and path.parent == where), None)
+    if shard is None:
+        return images
+    if inside := next((name for name, _ in images.values() if "/" in name), None):
+        raise _describe_both(source, shard, inside)
+    return {}
 
 
 def _open_files(paths: list[Path], labels: list[str] | None, class_names: list[str] | None = None) -> Images:
@@ -207,27 +234,26 @@ def _read_manifest(path: Path, fields: Fields, *, needs_labels: bool) -> Images:
     rows = read_table(path, image=fields.image, label=fields.label)
     if rows is None:  # images are in it
         found = _load_rows(str(path), "train")
-        return _open_data_set(str(path), found, fields=fields, needs_labels=needs_labels)
+        return _open_data_set(str(path), found, fields=fields, needs_labels=needs_labels, folder=path.parent)
     has_labels = needs_labels and any(fields.label in row.fields for row in rows)
     folder = path.parent
     paths: list[Path] = []
     labels: list[str] = []
     for row in rows:
-        name, label = row.fields.get(fields.image), row.fields.get(fields.label)
+        name = row.fields.get(fields.image)
         if not isinstance(name, str) or not name or "\0" in name:
             raise ValueError(f"{row.where}: {fields.image} is {describe(name)}: expected the path of an image")
         if has_labels:
-            check_label(label, where=row.where, field=fields.label)
+            labels.append(get_label(row.fields.get(fields.label), where=row.where, field=fields.label))
         paths.append(folder / name)
-        labels.append(str(label))
     return _open_files(paths, labels if has_labels else None)
 
 
 # Data sets
 
 
-def _open_data_set(source: str, rows: Any, *, fields: Fields, needs_labels: bool) -> Images:
-    """Return the images of a data set of Hugging Face.
+def _open_data_set(source: str, rows: Any, *, fields: Fields, needs_labels: bool, folder: Path = Path()) -> Images:
+    """Return the images of a data set of Hugging Face; paths in it are relative to a folder.
 
     Where labels are not needed, one row without a class leaves all without.
     """
@@ -243,21 +269,25 @@ def _open_data_set(source: str, rows: Any, *, fields: Fields, needs_labels: bool
     if fields.label in features:
         values = rows.with_format(None)[fields.label][:]
         kind = features[fields.label]
-        class_names = list(kind.names) if isinstance(kind, datasets.ClassLabel) else None
-        if class_names is not None:  # -1 is a missing one
-            values = [class_names[v] if v is not None and 0 <= v < len(class_names) else None for v in values]
+        if isinstance(kind, datasets.ClassLabel):
+            names = [name.strip() for name in kind.names]
+            class_names = list(dict.fromkeys(names))
+            values = [names[v] if v is not None and 0 <= v < len(names) else None for v in values]  # -1: missing
         try:
-            for number, value in enumerate(values, start=1):
-                check_label(value, where=f"{source} row {number}", field=fields.label)
-            labels = [str(value) for value in values]
+            labels = [
+                get_label(value, where=f"{source} row {number}", field=fields.label)
+                for number, value in enumerate(values, start=1)
+            ]
         except ValueError:
             if needs_labels:
                 raise
     images = rows.select_columns([fields.image])
 
     def fetch(i: int) -> bytes:
-        cell = images[i][fields.image]
-        return bytes(cell["bytes"]) if cell["bytes"] is not None else Path(cell["path"]).read_bytes()
+        cell = images[i][fields.image] or {"bytes": None, "path": None}
+        if cell["bytes"] is None and cell["path"] is None:
+            raise ValueError(f"{fields.image} is null: expected an image")
+        return bytes(cell["bytes"]) if cell["bytes"] is not None else (folder / cell["path"]).read_bytes()
 
     return Images(
         locate=lambda i: f"{source} row {i + 1}",

@@ -218,3 +218,17 @@ def test_a_folder_in_a_store_holds_what_one_on_a_disk_holds(
     (store / "cat" / "000.png").remove()
     with pytest.raises(RuntimeError, match=r"cat/000\.png: could not be read"):
         loose.read(0)
+
+
+def test_a_folder_in_a_store_holds_shards_or_folders_of_images(memory: RemotePath, tmp_path: Path) -> None:
+    write_shards(write_folder(tmp_path / "train", {"cat": 3, "dog": 2}), tmp_path)
+    (memory / "part-000.tar").write_bytes((tmp_path / "part-000.tar").read_bytes())
+    (memory / "preview.png").write_bytes(b"")
+    assert len(find(str(memory))) == 4
+    (memory / "cat" / "000.png").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"shards such as part-000\.tar beside folders of images such as cat/000\.png"):
+        find(str(memory))
+    assert len(find(f"{memory}/*.tar")) == 4
+    (memory / "part-000.tar").rename(memory / "cat" / "part-000.tar")
+    (memory / "preview.png").remove()
+    assert find(str(memory)).labels == ["cat"]

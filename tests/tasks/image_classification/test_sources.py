@@ -117,7 +117,8 @@ def test_all_kinds_of_sources_hold_the_same(
 
 def test_hidden_files_and_folders_are_no_images(folder: Path, tmp_path: Path) -> None:
     copy = write_folder(tmp_path / "copy", {"cat": 2})
-    shards = Path(write_json_shards(copy, tmp_path))
+    (tmp_path / "shards").mkdir()
+    shards = Path(write_json_shards(copy, tmp_path / "shards"))
     (shards / "._hidden.tar").write_bytes(b"no tar")
     for name in ("._top.png", "cat/._000.png", "cat/.thumbs/0.png", ".git/0.png"):
         (copy / name).parent.mkdir(exist_ok=True)
@@ -165,7 +166,6 @@ def test_every_kind_of_pixel_becomes_rgb(mode: str, tmp_path: Path) -> None:
     assert np.abs(pixels.mean(2) - ramp).max() <= 4
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("ending", SUFFIXES)
 def test_every_ending_of_an_image_is_read(ending: str, tmp_path: Path) -> None:
     if not features.check({".avif": "avif", ".webp": "webp"}.get(ending, "zlib")):
@@ -249,12 +249,20 @@ def test_damaged_exif_makes_no_image_bad(tmp_path: Path) -> None:
     assert {image.size for image in found} == {(8, 12), (12, 8)}  # in some of them the orientation is undamaged
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("files", "source", "message"),
     [
         ({"a/0.txt": ""}, ".", r"no images: expected .*/<class>/<image>"),
         ({"a/0.png": "", "b/c.txt": ""}, ".", r"no images in b; remove empty folders"),
         ({"a/0.png": "", "1.png": ""}, ".", r"holds images beside folders of classes, such as 1\.png"),
+        (
+            {"a.tar": "", "b/c/0.png": ""},
+            ".",
+            r"holds shards such as a\.tar beside folders of images such as b/c/0\.png; name the shards alone",
+        ),
+        ({"t.csv": "image, label,label \nx.png,a,b\n"}, "t.csv", r"t\.csv line 2: the header names 'label' twice"),
+        ({"t.csv": "image,label\nx.png,  \n"}, "t.csv", r"t\.csv line 2: label is missing"),
         ({"t.csv": "file,label\nx.png,a\n"}, "t.csv", r"has no column 'image', but file, label; set image_field"),
         ({"t.csv": "image;label\nx.png;a\n"}, "t.csv", r"t\.csv line 1: the columns are separated by semicolons"),
         ({"t.csv": 'image;label\n"x.png";"a"\n'}, "t.csv", r"t\.csv line 1: the columns are separated by semicolons"),
@@ -292,18 +300,40 @@ def test_what_is_no_source_is_refused_with_the_place(
     files: dict[str, str], source: str, message: str, tmp_path: Path
 ) -> None:
     for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ValueError, match=message):
         find(tmp_path / source)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("t.csv", "image, label\na.png, cat\n b.png ,cat \n"),
+        ("t.jsonl", '{"image": "a.png", "label": "cat "}\n{"image": "b.png", "label": "\\tcat"}\n'),
+    ],
+)
+def test_white_space_around_a_label_makes_no_other_class(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    found = find(tmp_path / name)
+    assert found.labels == ["cat", "cat"]
+    assert [found.locate(i) for i in range(2)] == [str(tmp_path / "a.png"), str(tmp_path / "b.png")]
+
+
+def test_folders_of_numbers_are_classes_by_value(tmp_path: Path) -> None:
+    found = find(write_folder(tmp_path / "train", {"10": 1, "9": 2, "2": 1}))
+    assert found.class_names == ["2", "9", "10"]
+    assert [found.locate(i).split("/")[-2] for i in range(4)] == found.labels
+    zeros = [f"{'0' * i}1" for i in range(8)]
+    assert sort_labels([*zeros, "0", "12", "3"]) == ["0", *zeros[::-1], "3", "12"]
+
+
 def test_a_line_separator_inside_of_json_ends_no_row(tmp_path: Path) -> None:
-    rows = [{"image": "a\u2028b.png", "label": "caf\u00e9"}, {"image": "c.png", "label": "cat\x85"}]
+    rows = [{"image": "a\u2028b.png", "label": "caf\u00e9"}, {"image": "c.png", "label": "c\x85at"}]
     text = "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
     (tmp_path / "t.jsonl").write_bytes(text.encode())
     found = find(tmp_path / "t.jsonl")
-    assert list(found.labels or []) == ["caf\u00e9", "cat\x85"]
+    assert list(found.labels or []) == ["caf\u00e9", "c\x85at"]
     assert found.locate(0) == str(tmp_path / "a\u2028b.png")
 
 
@@ -347,6 +377,61 @@ def test_a_row_without_a_class_is_no_class_and_only_predicted(tmp_path: Path, no
     with pytest.raises(ValueError, match="row 2: label is missing: expected the name of a class"):
         open_images(source, split=None, split_of="train", fields=FIELDS)
     assert open_images(source, split=None, split_of="predict", fields=FIELDS).labels is None
+
+
+def test_spaces_around_names_of_a_data_set_make_no_other_class(tmp_path: Path) -> None:
+    import datasets
+
+    assert find(save_rows(tmp_path / "text", ["cat", " cat"])).labels == ["cat", "cat"]
+    rows = {"image": [{"bytes": b"", "path": None}] * 3, "label": [0, 1, 2]}
+    kind = datasets.ClassLabel(names=["eel", "cat ", "cat"])
+    features = datasets.Features(image=datasets.Image(), label=kind)
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(str(tmp_path / "names"))
+    found = find(tmp_path / "names")
+    assert (found.class_names, found.labels) == (["eel", "cat"], ["eel", "cat", "cat"])
+
+
+def write_cells(path: Path, cells: list[Any], kind: Any) -> Path:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"image": pa.array(cells, kind), "label": ["cat"] * len(cells)}), path)
+    return path
+
+
+def test_paths_in_structs_of_parquet_are_relative_to_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import pyarrow as pa
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    expected = np.asarray(Image.open(folder / "cat" / "001.png"))
+    alone, both = pa.struct({"path": pa.string()}), pa.struct({"bytes": pa.binary(), "path": pa.string()})
+    for number, kind in enumerate((alone, both)):
+        table = write_cells(folder / f"{number}.parquet", [{"path": "cat/001.png"}], kind)
+        found = find(table)
+        table.unlink()
+        assert np.array_equal(np.asarray(found.read(0)), expected)
+        assert found.fetch is not None
+        assert found.fetch(0) == (folder / "cat" / "001.png").read_bytes()
+
+
+def test_a_cell_without_an_image_is_a_bad_image_and_lists_are_no_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import pyarrow as pa
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    struct = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+    cells: list[tuple[list[Any], Any]] = [([b"", None], pa.binary()), ([None, {"path": None}], struct)]
+    for number, (values, kind) in enumerate(cells):
+        found = find(write_cells(tmp_path / f"{number}.parquet", values, kind))
+        with pytest.raises(BadImageError, match=r"\.parquet row 2: image is null: expected an image"):
+            found.read(1)
+    for kind, cell in ((pa.list_(pa.binary()), [b"a"]), (pa.struct({"x": pa.string()}), {"x": "a"})):
+        with pytest.raises(ValueError, match=r"t\.parquet row 1: image is .*: expected the path of an image"):
+            find(write_cells(tmp_path / "t.parquet", [cell], kind))
 
 
 @pytest.mark.parametrize("label", [[["a"], ["b"]], [True, False], [{"a": 1}, {"a": 2}]])
