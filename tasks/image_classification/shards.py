@@ -8,6 +8,7 @@ import re
 import tarfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,8 +22,9 @@ from lit_fsdp.tasks.image_classification.images import SUFFIXES, Images, decode
 from lit_fsdp.tasks.image_classification.manifests import get_label
 from lit_fsdp.tasks.row_files import describe_json_error, list_files, parse_json
 
-_LABELS = ("cls", "label", "json")  # endings of members that say the class
+_LABELS = ("cls", "label", "json")  # endings of members that say the class, the first that does counts
 _MAX_LABEL_BYTES = 1 << 20
+_CHECKED_BYTES = 1 << 16  # at once, of the padding at the end
 _TRIES, _WAIT_S = 4, 0.5  # over a network; each wait is twice that before
 _LASTING = (ValueError, FileNotFoundError, PermissionError)  # not tried again
 
@@ -33,10 +35,10 @@ _Place = tuple[int, int, int, str]  # shard, offset and size of the image, name 
 def read_shards(source: str, *, needs_labels: bool) -> Images:
     """Return the images of tar files, in the order in which they lie there.
 
-    Members with one name but for the ending are one sample: an image, and its class in ``.cls`` (a number or
-    name) or ``.json`` (its field ``label`` or ``cls``). Headers are read once, each shard's by one rank, images when
-    they are needed, from their place in the file: so samples are shuffled, resumed and counted as those of any other
-    source. All ranks must call it.
+    Members with one name up to its first dot are one sample: an image, and its class in ``.cls`` or ``.label`` (a
+    number or name) or ``.json`` (its field ``label`` or ``cls``); of several, the first of these counts. Headers are
+    read once, each shard's by one rank, images when they are needed, from their place in the file: so samples are
+    shuffled, resumed and counted as those of any other source. All ranks must call it.
 
     Args:
         source: A tar file, a folder of them, or a pattern such as ``shard-*.tar`` or ``shard-{000..012}.tar``; or a
@@ -44,7 +46,7 @@ def read_shards(source: str, *, needs_labels: bool) -> Images:
         needs_labels: Whether classes are read.
 
     Raises:
-        ValueError: There are none, or samples that lack what others have.
+        ValueError: There are none, or samples that lack what others have, or a file is cut short or several in one.
     """
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     shards = agree(lambda: _list_shards(source) if rank == 0 else [])[0]  # a listing may change meanwhile
@@ -229,45 +231,75 @@ def _fetch_index(shard: str, name: str, needs_labels: bool) -> list[tuple[str, i
         return list(_read_members(name, file, needs_labels))
 
 
-def _read_members(path: str, file: Any, needs_labels: bool) -> Iterator[tuple[str, int, int, str | None]]:
+@dataclass(kw_only=True)
+class _Sample:
+    """What was met of the members with one name up to its first dot."""
+
     image: tuple[str, int, int] | None = None
-    label: str | None = None
+    other_image: str | None = None
+    labels: dict[str, str] = field(default_factory=dict)  # by ending
     problem: _ShardError | None = None  # with one member that says the class; another may say it too
-    key = ""
+
+    def finish(self, path: str) -> Iterator[tuple[str, int, int, str | None]]:
+        """Yield it if it has an image."""
+        if self.image is not None:
+            label = next((self.labels[ending] for ending in _LABELS if ending in self.labels), None)
+            if label is None and self.problem is not None:
+                raise self.problem
+            yield *self.image, label
+        elif self.other_image is not None:
+            raise _ShardError(
+                f"{path} member {self.other_image}: is no image of a sample, whose name ends at its first dot, as in "
+                "WebDataset; rename it"
+            )
+
+
+def _read_members(path: str, file: Any, needs_labels: bool) -> Iterator[tuple[str, int, int, str | None]]:
+    key, sample = "", _Sample()
     try:
         with tarfile.open(fileobj=file, mode="r:") as tar:
             for member in tar:
-                if not member.isfile():
+                folder, _, name = member.name.rpartition("/")
+                if not member.isfile() or name.startswith("."):
                     continue
-                stem, _, ending = member.name.rpartition("/")[2].partition(".")
-                folder = member.name.rpartition("/")[0]
-                if key and f"{folder}/{stem}" != key:
-                    if image is not None:
-                        yield *image, _choose_label(label, problem)
-                    image, label, problem = None, None, None
-                key = f"{folder}/{stem}"
+                stem, _, ending = name.partition(".")
                 ending = ending.lower()
+                if f"{folder}/{stem}" != key:
+                    yield from sample.finish(path)
+                    key, sample = f"{folder}/{stem}", _Sample()
                 if f".{ending}" in SUFFIXES:
-                    if image is not None:
+                    if sample.image is not None:
                         raise _ShardError(f"{path} member {member.name}: another image of that name came before")
-                    image = (member.name, member.offset_data, member.size)
+                    sample.image = (member.name, member.offset_data, member.size)
+                elif ending.endswith(SUFFIXES):
+                    sample.other_image = member.name
                 elif needs_labels and ending in _LABELS and member.size <= _MAX_LABEL_BYTES:
                     content = tar.extractfile(member)
                     assert content is not None
                     try:
-                        label = _read_label(content.read(), ending, where=f"{path} member {member.name}") or label
+                        if label := _read_label(content.read(), ending, where=f"{path} member {member.name}"):
+                            sample.labels[ending] = label
                     except _ShardError as error:
-                        problem = error
-            if image is not None:
-                yield *image, _choose_label(label, problem)
+                        sample.problem = error
+            _check_end(path, file, tar.offset)
+            yield from sample.finish(path)
     except tarfile.TarError as error:
         raise _ShardError(f"{path}: not readable as a tar file without compression: {error}") from error
 
 
-def _choose_label(label: str | None, problem: _ShardError | None) -> str | None:
-    if label is None and problem is not None:
-        raise problem
-    return label
+def _check_end(path: str, file: Any, offset: int) -> None:
+    """Refuse an archive without an end, or with more behind it: ``tarfile`` reads both in part."""
+    file.seek(offset)
+    if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+        raise _ShardError(f"{path}: cut short, or damaged, at byte {offset:,}; make it again, or download it again")
+    place = offset + tarfile.BLOCKSIZE
+    while block := file.read(_CHECKED_BYTES):
+        if rest := block.lstrip(b"\0"):
+            raise _ShardError(
+                f"{path}: goes on behind its end, at byte {place + len(block) - len(rest):,}, as several archives "
+                "joined do; list them one by one, or pack their files into one"
+            )
+        place += len(block)
 
 
 def _read_label(content: bytes, ending: str, *, where: str) -> str | None:

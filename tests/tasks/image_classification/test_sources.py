@@ -493,3 +493,54 @@ def test_what_says_no_class_is_not_needed_where_another_member_does_or_nobody_as
     for name, order in (("before", ("json", "cls")), ("after", ("cls", "json"))):
         both = {"0.png": b"", **{f"0.{kind}": sidecar if kind == "json" else b"cat" for kind in order}}
         assert find(write_tar(tmp_path / f"{name}.tar", both)).labels == ["cat"]
+
+
+@pytest.mark.parametrize("order", [("cls", "label", "json"), ("json", "label", "cls"), ("label", "json", "cls")])
+def test_of_several_members_with_a_class_the_order_of_their_kinds_decides(
+    order: tuple[str, ...], tmp_path: Path
+) -> None:
+    says = {"cls": b"by cls", "label": b" by label\n", "json": b'{"label": " by json"}'}
+    kinds = [*order, "png"]
+    for missing, expected in (((), "by cls"), (("cls",), "by label"), (("cls", "label"), "by json")):
+        members = {f"0.{kind}": says.get(kind, b"") for kind in kinds if kind not in missing}
+        assert find(write_tar(tmp_path / "t.tar", members)).labels == [expected]
+
+
+def test_an_image_that_would_be_left_out_for_a_dot_in_its_name_is_refused(tmp_path: Path) -> None:
+    good = {"b/000.jpg": b"", "b/000.cls": b"cat"}
+    dotted = {"a/photo 2024-05-01 10.32.11.JPG": b"", "a/photo 2024-05-01 10.32.11.cls": b"cat"}
+    for members in (dotted, good | dotted, dotted | good):
+        with pytest.raises(ValueError, match=r"t\.tar member a/photo .*11\.JPG: .* at its first dot, .*; rename it"):
+            find(write_tar(tmp_path / "t.tar", members))
+    more = {"a/._1.jpg": b"", "a/1.cls": b"dog", "a/._1.cls": b"?", "a/1.seg.png": b"", "a/1.png": b"", "a/2.txt": b""}
+    found = find(write_tar(tmp_path / "t.tar", more | good))
+    assert found.labels == ["dog", "cat"]
+    assert [found.locate(i).rpartition(" ")[2] for i in range(2)] == ["a/1.png", "b/000.jpg"]
+
+
+@pytest.mark.parametrize("at", ["", "file://"])
+def test_a_tar_file_is_read_whole_or_refused(at: str, tmp_path: Path) -> None:
+    path = tmp_path / "t.tar"
+    write_tar(path, {f"{i}.{kind}": b"x" * 600 for i in range(3) for kind in ("png", "cls")})
+    whole = path.read_bytes()
+    with tarfile.open(path) as tar:
+        begins = [member.offset for member in tar]
+    end = begins[-1] + 512 + 1024
+
+    def check(data: bytes, message: str = "") -> None:
+        path.write_bytes(data)
+        if not message:
+            assert len(find(f"{at}{path}")) == 3
+            return
+        with pytest.raises(ValueError, match=rf"^{at}{path}: {message}"):
+            find(f"{at}{path}")
+
+    for place in (*begins[1:], end):
+        check(whole[:place], f"cut short, or damaged, at byte {place:,}; ")
+        if place < end:
+            check(whole[: place + 100], f"cut short, or damaged, at byte {place:,}; ")
+            check(whole[: place + 8] + b"?" + whole[place + 9 :], f"cut short, or damaged, at byte {place:,}; ")
+    check(whole + whole, f"goes on behind its end, at byte {len(whole):,}, as several archives joined do; list them")
+    check(whole + bytes(200_000) + b"x", f"goes on behind its end, at byte {len(whole) + 200_000:,}, ")
+    for rest in (512, 1024, 200_000):
+        check(whole[:end] + bytes(rest))
