@@ -354,7 +354,8 @@ def _compare_quantization(stored: Quantization, given: Quantization) -> None:
                 f"quantization.{setting}: got {ours!r}: the weights of pretrained are stored with {theirs!r}; leave "
                 "quantization out"
             )
-    if given.skip_modules is not None:
+    # That of a checkpoint is given with what its base was stored with.
+    if given.skip_modules not in (None, stored.skip_modules):
         raise ValueError("quantization.skip_modules: the weights of pretrained are quantized already; leave it out")
 
 

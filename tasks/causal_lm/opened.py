@@ -251,7 +251,7 @@ def load_whole(source: ModelSource, *, dtype: DtypeName, attention: Attention, d
         open_base(source.checkpoint, source.pretrained)  # or its weights may be other ones by now
     model = build_model(source.read_config(), attention)
     stored = read_stored_quantization(get_pretrained_folder(source.pretrained), model) if source.pretrained else None
-    if stored is not None and source.quantization not in (None, stored) and source.checkpoint is None:
+    if stored is not None and source.quantization not in (None, stored):
         raise ValueError(f"quantization: the weights of {source.pretrained} are quantized already; leave it out")
     lora, quantization = source.lora, stored or source.quantization
     if quantization is not None:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from export_runs import KINDS, PLAIN, Model, measure, run_model, save_base, train
-from models import build_language_model
+from models import build_language_model, make_tokens
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from training import OPTIMIZER, Rows, build_trainer, collate, gather_weights, make_rows
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -21,6 +21,7 @@ from lit_fsdp import FSDP2Strategy
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.export.model import export_model
 from lit_fsdp.quantization.quantize import Quantization
+from lit_fsdp.tasks.causal_lm.opened import OpenedLM, load_whole, open_source
 from lit_fsdp.weights.load import load_weights
 from lit_fsdp.weights.prequantized import QuantizedFiles, read_quantization
 from lit_fsdp.weights.safetensors_io import TensorFiles
@@ -126,6 +127,33 @@ def test_adapters_trained_over_it_are_exported_and_merged(models: Path, kind: st
     assert not any(info.values())
     assert not hasattr(model.config, "quantization_config")
     assert measure(run_model(model), tmp_path) < 5e-6
+
+
+@pytest.mark.parametrize("kind", ["nf4 double", "int8"])
+def test_a_run_over_it_is_opened_as_it_was_trained(
+    models: Path, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIT_FSDP_CACHE", str(tmp_path / "cache"))
+    run_ranks(train, tmp_path, {"pretrained": str(models / kind), "lora": PLAIN})
+    path = str(tmp_path / "last.ckpt")
+    model = load_whole(open_source(path), dtype="float32", attention="sdpa", device=torch.device("cpu"))
+    logits = run_model(model)
+    assert measure(logits, tmp_path) <= 1e-6
+
+    def predict(quantization: Quantization | None = None) -> None:
+        task = OpenedLM(source=path, quantization=quantization)
+        rows = [{"input_ids": tokens, "labels": tokens} for tokens in make_tokens()]
+        loader = DataLoader(rows, batch_size=1, collate_fn=collate)  # type: ignore[arg-type]
+        (metrics,) = build_trainer(FSDP2Strategy(print_plan=False)).validate(task, loader, ckpt_path=path)
+        losses = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), make_tokens()[:, 1:].flatten())
+        assert metrics["val/loss"] == pytest.approx(float(losses), abs=1e-6)
+
+    run_ranks(predict)
+    other = Quantization(type="fp4")
+    with pytest.raises(RankError, match=r"quantization\.type: got 'fp4': the weights of pretrained are stored with"):
+        run_ranks(predict, other)
+    with pytest.raises(ValueError, match=r"^quantization: the weights of .* are quantized already; leave it out$"):
+        load_whole(open_source(path, quantization=other), dtype="float32", attention="sdpa", device=torch.device("cpu"))
 
 
 def fit(model: Path, **options: Any) -> None:
