@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from lit_fsdp.adapters.initialization import decompose, is_decomposed
 from lit_fsdp.adapters.inject import add_adapters
 from lit_fsdp.adapters.layers import ADAPTER, clean_name, is_adapter_name, is_own_part, iterate_adapters
-from lit_fsdp.adapters.lora import LoRA
+from lit_fsdp.adapters.lora import KEEPS_BASE, LoRA
 from lit_fsdp.checkpoint.reader import StoredCheckpoint, build_on_meta
 from lit_fsdp.checkpoint.untrusted import refuse_other_forms
 from lit_fsdp.errors import join_names
@@ -115,7 +115,7 @@ class AdaptedWeights:
             return weight, None
         quantize = partial(requantize, settings=self.quantization or Quantization())
         a, b, rest = decompose(layer, weight, quantize)
-        return (quantize(rest) if name in self._quantized else rest), (a, b)
+        return self._requantize(name, rest), (a, b)
 
     def merge(self, name: str, weight: Tensor) -> Tensor:
         """Return a weight of the base with its adapter merged, ``float32``."""
@@ -138,11 +138,22 @@ class AdaptedWeights:
                 tensors |= self.checkpoint.read({name: like})
                 continue
             tensor = base.read(name)
-            tensor = self.merge(name, tensor) if name in self.layers else tensor
+            if name in self.layers:
+                tensor = self.merge(name, tensor)
+            elif self.lora.init_lora_weights not in KEEPS_BASE:  # others fit the quantized layers around them
+                tensor = self._requantize(name, tensor)
             if isinstance(self.checkpoint, ResizedCheckpoint) and name == self.checkpoint.position_name:
                 tensor = self.checkpoint.interpolate(tensor)
             tensors[name] = tensor.to(like.dtype)
         return tensors
+
+    def _requantize(self, name: str, weight: Tensor) -> Tensor:
+        """Return what quantization made of a weight, if it did; of experts, of one matrix after another."""
+        if name not in self._quantized or self.quantization is None:
+            return weight
+        if weight.dim() == 2:
+            return requantize(weight.float(), self.quantization)
+        return torch.stack([requantize(matrix.float(), self.quantization) for matrix in weight])
 
 
 def read_lora(checkpoint: StoredCheckpoint) -> LoRA:

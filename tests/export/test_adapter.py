@@ -71,6 +71,22 @@ RUNS: dict[str, tuple[str, LoRA, Quantization | None]] = {
     "pissa fast": ("llama", LoRA(r=4, alpha=8, init_lora_weights="pissa_niter_16", use_rslora=True, **PATTERNS), None),
     "olora": ("llama", replace(PLAIN, init_lora_weights="olora", modules_to_save=["lm_head"]), None),
     "pissa nf4": ("llama", replace(PLAIN, init_lora_weights="pissa"), Quantization()),
+    "loftq attention": (
+        "llama",
+        replace(PLAIN, init_lora_weights="loftq", target_modules=["q_proj", "v_proj"]),
+        Quantization(),
+    ),
+    "olora attention int8": (
+        "llama",
+        replace(PLAIN, init_lora_weights="olora", target_modules=["q_proj", "v_proj"], modules_to_save=["down_proj"]),
+        Quantization(type="int8", skip_modules=["gate_proj"]),
+    ),
+    "pissa mixtral nf4": ("mixtral", replace(PLAIN, init_lora_weights="pissa"), Quantization()),
+    "loftq gpt_oss fp4": (
+        "gpt_oss",
+        replace(PLAIN, init_lora_weights="loftq"),
+        Quantization(type="fp4", block_size=32),
+    ),
 }
 # A case or two of each claim; the others with `pytest -m slow`.
 QUICK = (
@@ -86,15 +102,24 @@ QUICK = (
     "pissa fast",
     "experts",
     "experts nf4",
+    "loftq attention",
+    "pissa mixtral nf4",
 )
 # Their base weights are computed anew, by two roundings.
 MOVED = ("pissa", "pissa fast", "olora")
 # peft adds up their weights, which are multiplied apart here.
 ADDED = ("experts", "experts only", "experts gpt_oss", "experts olmoe", "experts deepseek_v3", "experts nf4")
 # What peft loads over the base; the others only merge.
-LOADED = [name for name in RUNS if name not in ("pissa nf4", "olora fp4", "int8", "loftq int8")]
+MERGED = (
+    *("pissa nf4", "olora fp4", "int8", "loftq int8"),
+    *("olora attention int8", "pissa mixtral nf4", "loftq gpt_oss fp4"),
+)
+LOADED = [name for name in RUNS if name not in MERGED]
 # The trained weights are what was left of the base, quantized, so that what is merged is exactly those.
-OVER_QUANTIZED = ("loftq", "loftq int8", "pissa nf4", "olora fp4")
+OVER_QUANTIZED = (
+    *("loftq", "loftq int8", "pissa nf4", "olora fp4"),
+    *("loftq attention", "olora attention int8", "pissa mixtral nf4", "loftq gpt_oss fp4"),
+)
 
 
 def mark(names: Iterable[str], quick: Sequence[str] = QUICK) -> list[Any]:
