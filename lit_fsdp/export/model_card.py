@@ -33,7 +33,8 @@ def write_model_card(
     Configuration and metrics are those of the run that wrote the checkpoint, where they are known; without credentials.
     """
     meta, run = stored.meta, find_run(stored.path)
-    architecture = json.loads(stored.files["config.json"])["architectures"][0]
+    config = json.loads(stored.files["config.json"])
+    architecture = config["architectures"][0]
     seen = meta.get("targets_seen")
     what_seen = meta.get("targets_name", "target tokens")
     after = f" after {seen:,.0f} {what_seen}" if seen and architecture.endswith("ForCausalLM") else ""
@@ -51,7 +52,7 @@ def write_model_card(
     if base is not None and not is_on_hub:
         lines += ["", f"The base model was `{base['name']}`."]
     if is_adapter and base is not None:
-        lines += _explain_loading(name, base, architecture, meta[LORA]["modules_to_save"])
+        lines += _explain_loading(name, base, config, meta[LORA]["modules_to_save"])
     lines += [line for note in explain_size(stored) for line in ("", note)]
     if metrics := _read_metrics(run, step):
         lines += ["", "## Metrics", "", "| metric | value | step |", "|---|---|---|"]
@@ -70,8 +71,9 @@ def _is_hub_name(name: str) -> bool:
     return True
 
 
-def _explain_loading(name: str, base: Mapping[str, Any], architecture: str, saved: Sequence[str]) -> list[str]:
+def _explain_loading(name: str, base: Mapping[str, Any], config: Mapping[str, Any], saved: Sequence[str]) -> list[str]:
     """Return how to load adapters over the same weights that they were trained over."""
+    architecture = config["architectures"][0]
     ending = next((ending for ending in _TAGS if architecture.endswith(ending)), "ForCausalLM")
     auto, options, quantization = f"AutoModel{ending}", f'"{base["name"]}"', base["quantization"]
     is_classifier = ending.endswith("Classification")
@@ -79,8 +81,10 @@ def _explain_loading(name: str, base: Mapping[str, Any], architecture: str, save
     names = []
     if is_classifier:
         imports.insert(0, "import json")
-        setup.append(f'num_labels = len(json.load(open("{name}/classes.json")))')
-        options += ", num_labels=num_labels, ignore_mismatched_sizes=True"
+        setup.append(f'classes = json.load(open("{name}/classes.json"))')
+        options += ", num_labels=len(classes), id2label=dict(enumerate(classes)), ignore_mismatched_sizes=True"
+    if ending == "ForSequenceClassification" and config.get("pad_token_id") is not None:
+        options += f", pad_token_id={config['pad_token_id']}"  # by which decoders find the end of a text
     if quantization is not None:
         names = ["BitsAndBytesConfig"]
         options += ", quantization_config=quantization"

@@ -6,7 +6,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from peft import PeftModel
 from text_tasks import BERT, LLAMA, MODERNBERT, SAVED, VOCAB_SIZE, save_tokenizer, train, train_plainly, write_rows
 from torch.nn import functional
 from training import GLOBAL_BATCH, NUM_STEPS, list_differences
@@ -121,11 +120,16 @@ def test_two_ranks_train_as_transformers_does_resume_and_export(
 
 
 @pytest.mark.full
-def test_adapters_train_with_a_new_head_and_load_into_peft_with_equal_logits(tmp_path: Path) -> None:
-    save_start(tmp_path, BERT, "single_label_classification")
+@pytest.mark.parametrize("config", [BERT, LLAMA], ids=["encoder", "decoder"])
+def test_adapters_train_with_a_new_head_and_load_as_the_card_says_with_equal_logits(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_start(tmp_path, config, "single_label_classification")
     torch.manual_seed(2)
     base = tmp_path / "base"
-    AutoModel.from_config(AutoConfig.for_model(**BERT), add_pooling_layer=False).save_pretrained(base)
+    options = {"add_pooling_layer": False} if config is BERT else {}
+    AutoModel.from_config(AutoConfig.for_model(**config), **options).save_pretrained(base)
 
     def build() -> tuple[SequenceClassification, LabeledTextData]:
         task = SequenceClassification(pretrained=str(base), lora=LoRA(r=4))
@@ -141,16 +145,18 @@ def test_adapters_train_with_a_new_head_and_load_into_peft_with_equal_logits(tmp
     whole, adapters = tmp_path / "whole", tmp_path / "adapters"
     export_model(tmp_path / "out" / "last.ckpt", adapters)
     export_model(tmp_path / "out" / "last.ckpt", whole, merge=True)
-    stock: Any = AutoModelForSequenceClassification.from_pretrained(base, num_labels=3, dtype=torch.float32)
-    stock = PeftModel.from_pretrained(stock, adapters).eval()
+    loaded: dict[str, Any] = {}
+    exec((adapters / "README.md").read_text().split("```python\n")[1].split("```")[0], loaded)
+    stock = loaded["model"].eval()
     merged = AutoModelForSequenceClassification.from_pretrained(whole, dtype=torch.float32).eval()
     inputs = AutoTokenizer.from_pretrained(whole)(TEXTS[:3], padding=True, return_tensors="pt")
     inputs.pop("token_type_ids", None)
     with torch.no_grad():
         assert torch.allclose(stock(**inputs).logits, merged(**inputs).logits, atol=1e-6)
-    saved = set(stock.peft_config["default"].modules_to_save)
-    assert {"classifier", "bert.pooler.dense"} <= saved  # the pooler was drawn at random as well
-    assert "AutoModelForSequenceClassification" in (adapters / "README.md").read_text()
+    assert stock.config.id2label == merged.config.id2label == dict(enumerate(COLORS))
+    # The pooler was drawn at random as well.
+    heads = {"classifier", "bert.pooler.dense"} if config is BERT else {"score"}
+    assert heads <= set(stock.peft_config["default"].modules_to_save)
 
 
 def evaluate(folder: Path, problem: str, out: Path) -> None:
