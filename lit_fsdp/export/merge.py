@@ -25,7 +25,7 @@ from lit_fsdp.checkpoint.reader import StoredCheckpoint, build_on_meta
 from lit_fsdp.checkpoint.untrusted import refuse_other_forms
 from lit_fsdp.errors import join_names
 from lit_fsdp.export.position_embeddings import ResizedCheckpoint
-from lit_fsdp.quantization.layers import is_named, iterate_quantized, quantize_model
+from lit_fsdp.quantization.layers import QuantizedExperts, is_named, iterate_quantized, quantize_model
 from lit_fsdp.quantization.quantize import Quantization, requantize
 from lit_fsdp.weights.base_weights import BASE, LORA, fetch_pretrained, get_pretrained_folder, is_base
 from lit_fsdp.weights.convert import convert_rows, plan_conversions
@@ -94,10 +94,13 @@ class AdaptedWeights:
         self.layers = {clean_name(f"{n}.{get_weight_name(m)}"): (n, m) for n, m in iterate_adapters(model)}
         self.trained = [n for n in checkpoint.tensors if is_saved(n, self.lora) and not is_adapter_name(n)]
         self._quantized: set[str] = set()
+        self.has_quantized_experts = False
         if self.quantization is not None:
             model = build_on_meta(checkpoint)
             quantize_model(model, self.quantization, keep=self.lora.modules_to_save)
-            self._quantized = {f"{n}.{key}" for n, layer in iterate_quantized(model) for key in layer.dense_shapes}
+            layers = dict(iterate_quantized(model))
+            self._quantized = {f"{n}.{key}" for n, layer in layers.items() for key in layer.dense_shapes}
+            self.has_quantized_experts = any(isinstance(layer, QuantizedExperts) for layer in layers.values())
 
     def describe_adapter(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of the adapter of one weight on the meta device, by their names in the checkpoint."""

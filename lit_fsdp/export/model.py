@@ -136,7 +136,13 @@ def export_model(
             )
         num_parameters, dtype_name, num_bytes = written
         card = write_model_card(
-            title, stored, dtype_name, num_parameters, is_adapter=is_adapter, is_gguf=gguf is not None
+            title,
+            stored,
+            dtype_name,
+            num_parameters,
+            is_adapter=is_adapter,
+            is_gguf=gguf is not None,
+            has_quantized_experts=adapted is not None and adapted.has_quantized_experts,
         )
         (folder / "README.md").write_text(card)
     message = commit_message or f"Model of step {int(stored.meta.get('global_step', 0)):,}"

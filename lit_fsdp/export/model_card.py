@@ -23,10 +23,18 @@ _TAGS = {
     "ForMaskedLM": "fill-mask",
     "ForSequenceClassification": "text-classification",
 }
+_EXPERTS = " Its experts were quantized too, which these lines leave in full: logits differ by that error."
 
 
 def write_model_card(
-    name: str, stored: StoredCheckpoint, dtype: str, num_parameters: int, *, is_adapter: bool, is_gguf: bool = False
+    name: str,
+    stored: StoredCheckpoint,
+    dtype: str,
+    num_parameters: int,
+    *,
+    is_adapter: bool,
+    is_gguf: bool = False,
+    has_quantized_experts: bool = False,
 ) -> str:
     """Return the text of a ``README.md`` as the Hugging Face Hub shows it.
 
@@ -53,6 +61,7 @@ def write_model_card(
         lines += ["", f"The base model was `{base['name']}`."]
     if is_adapter and base is not None:
         lines += _explain_loading(name, base, config, meta[LORA]["modules_to_save"])
+        lines[-1] += _EXPERTS if has_quantized_experts else ""
     lines += [line for note in explain_size(stored) for line in ("", note)]
     if metrics := _read_metrics(run, step):
         lines += ["", "## Metrics", "", "| metric | value | step |", "|---|---|---|"]

@@ -161,6 +161,10 @@ def test_peft_loads_it_over_the_same_base_with_the_logits_of_the_training_model(
     exported = export_model(path / "last.ckpt", tmp_path / "out")
     assert exported.files == ["README.md", "adapter_config.json", "adapter_model.safetensors", "export_manifest.json"]
     folder = runs.get_base(family)
+    is_said = (
+        "Its experts were quantized too, which these lines leave in full" in (tmp_path / "out/README.md").read_text()
+    )
+    assert is_said == (name == "experts nf4")
     if name == "experts nf4":  # peft has none in 4 bits: what they compute with, in full
         folder, quantization = save_dequantized(tmp_path / "dense", folder, quantization), None
     base = load_stock(folder, quantization)
