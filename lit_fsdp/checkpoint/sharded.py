@@ -328,7 +328,7 @@ def check_same_optimizer(path: Location, optimizer: Optimizer, missing: Iterable
     if first := next(iter(missing), None):
         raise ValueError(
             f"{path} has no {first} for {type(optimizer).__name__}: it was saved with another optimizer; resume it "
-            "with the same optimizer.name"
+            "with the same optimizer.name, and the same parameters that train"
         )
 
 

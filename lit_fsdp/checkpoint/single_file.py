@@ -116,6 +116,7 @@ def load_single_file(
     def name_states() -> list[Any]:
         for i, optimizer in enumerate(optimizers if is_first else []):
             check_same_groups(path, optimizer, len(checkpoint["optimizer_states"][i]["param_groups"]))
+            _check_counts(path, checkpoint["optimizer_states"][i]["param_groups"], present[i]["param_groups"])
             states[i] = _name_state(checkpoint["optimizer_states"][i], present[i])
             saved, expected = states[i]["state"], present[i]["state"]
             names = (f"{n}.{key}" for n in saved for key in expected.get(n, {}) if key not in saved[n])
@@ -197,6 +198,16 @@ def _check(
             raise ValueError(f"{path} {verb} {join_names(sorted(names))}: it was saved from another model")
     _check_shapes(path, stored, weights)
     check_optimizers(path, len(checkpoint.get("optimizer_states", [])), optimizers)
+
+
+def _check_counts(path: Location, saved: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse the state of more or fewer parameters than a group has: it is numbered, and would go to others."""
+    counts = [(len(theirs["params"]), len(ours["params"])) for theirs, ours in zip(saved, own, strict=True)]
+    if found := next((both for both in counts if both[0] != both[1]), None):
+        raise ValueError(
+            f"{path} holds the optimizer's state of a group of {found[0]} parameters, the run has {found[1]} there: "
+            "resume it with the same parameters that train, as those of a single file have no names"
+        )
 
 
 def _check_shapes(path: Location, stored: Any, own: Any) -> None:

@@ -13,7 +13,12 @@ from training import EVEN, TIED, Recorder, Result, Rows, build_task, build_train
 from transformers import AutoModelForCausalLM
 
 from lit_fsdp import FSDP2Strategy
-from lit_fsdp.checkpoint.single_file import load_single_file, save_single_file
+from lit_fsdp.checkpoint.single_file import (
+    gather_model_state,
+    gather_optimizer_state,
+    load_single_file,
+    save_single_file,
+)
 from lit_fsdp.checkpoint.writer import CheckpointWriter
 from ranks import run_ranks
 
@@ -133,6 +138,32 @@ def load_what_was_never_stepped(path: Path) -> None:
 
 def test_the_state_of_parameters_that_were_never_stepped_begins_at_zero(tmp_path: Path) -> None:
     run_ranks(load_what_was_never_stepped, tmp_path / "run.ckpt")
+
+
+def load_with_others_frozen(path: Path, saved: str | None, loaded: str | None, message: str) -> None:
+    def make(frozen: str | None) -> tuple[Any, Any]:
+        model = fully_shard(Stack())
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(frozen is None or not name.startswith(frozen))
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return model, torch.optim.AdamW(trained, lr=1e-3)
+
+    model, optimizer = make(saved)
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    state = {"state_dict": gather_model_state(model), "optimizer_states": [gather_optimizer_state(model, optimizer)]}
+    save_single_file(path, state)
+    model, optimizer = make(loaded)
+    with pytest.raises(ValueError, match=message):
+        load_single_file(path, model, [optimizer], strict=True)
+
+
+@pytest.mark.parametrize(("saved", "loaded", "counts"), [(None, "last.", (20, 18)), ("last.", None, (18, 20))])
+def test_other_parameters_that_train_are_refused(
+    saved: str | None, loaded: str | None, counts: tuple[int, int], tmp_path: Path
+) -> None:
+    message = rf"state of a group of {counts[0]} parameters, the run has {counts[1]} there: resume it with the same"
+    run_ranks(load_with_others_frozen, tmp_path / "run.ckpt", saved, loaded, message)
 
 
 def test_one_file_is_not_written_beside_training() -> None:
