@@ -27,6 +27,7 @@ from lit_fsdp.files import refuse_special_file
 
 EXPORT = "export"  # in the metadata of a checkpoint: the small files of the folder, by name
 
+_HINT = "resume the run with trainer.strategy.checkpoint_format: sharded, and take what it saves then"
 _STATE = "state_dict."
 _MODEL = "model."  # a task holds its Transformers model under this name
 
@@ -69,11 +70,13 @@ def resolve_checkpoint(given: str | Path | RemotePath) -> Location:
         raise ValueError(f"checkpoint: {path} does not exist: {hint}")
     inner = enter(path)
     if inner.is_file():
-        raise ValueError(f"checkpoint: {path} is a file: expected a folder that FSDP2Strategy has written")
+        raise ValueError(f"checkpoint: {path} is a file: expected a folder that FSDP2Strategy has written; {_HINT}")
     if (inner / META).is_file() or (inner / METADATA).is_file():
         return inner.resolve()
     found = find_last_checkpoint([path, path / "checkpoints", *path.glob("version_*/checkpoints")])
-    if found is None or enter(found).is_file():
+    if found is not None and enter(found).is_file():
+        raise ValueError(f"checkpoint: the newest checkpoint of {path} is a single file, {enter(found)}; {_HINT}")
+    if found is None:
         raise ValueError(
             f"checkpoint: {path} is no checkpoint, and no run that wrote one: expected a folder with {META}, or one "
             "with version_*/checkpoints/*.ckpt"

@@ -17,6 +17,7 @@ from lit_fsdp.checkpoint import manifest
 from lit_fsdp.checkpoint.manifest import MANIFEST, describe_files, write_manifest
 from lit_fsdp.checkpoint.reader import EXPORT
 from lit_fsdp.checkpoint.sharded import META, join_states, save_checkpoint
+from lit_fsdp.checkpoint.single_file import save_single_file
 from lit_fsdp.export.model import export_model
 from ranks import run_ranks
 
@@ -151,6 +152,13 @@ def test_what_is_no_complete_checkpoint_is_refused(checkpoint: Path, tmp_path: P
     assert "is a file" in refuse(tmp_path / "file.ckpt", out)
     (tmp_path / "empty").mkdir()
     assert "no run that wrote one" in refuse(tmp_path / "empty", out)
+    single = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    single.parent.mkdir(parents=True)
+    save_single_file(single, {"state_dict": {}})
+    assert refuse(tmp_path / "run", out) == (
+        f"checkpoint: the newest checkpoint of {tmp_path / 'run'} is a single file, {single}; resume the run with "
+        "trainer.strategy.checkpoint_format: sharded, and take what it saves then"
+    )
     for name, message in ((MANIFEST, "is no complete checkpoint"), ("__0_0.distcp", "is missing")):
         broken = copy_checkpoint(checkpoint, tmp_path / f"without_{name}")
         (broken / name).unlink()
