@@ -27,7 +27,7 @@ from lit_fsdp.errors import join_names
 from lit_fsdp.export.position_embeddings import ResizedCheckpoint
 from lit_fsdp.quantization.layers import QuantizedExperts, is_named, iterate_quantized, quantize_model
 from lit_fsdp.quantization.quantize import Quantization, requantize
-from lit_fsdp.weights.base_weights import BASE, LORA, fetch_pretrained, get_pretrained_folder, is_base
+from lit_fsdp.weights.base_weights import BASE, LORA, fetch_base, fetch_pretrained, get_pretrained_folder, is_base
 from lit_fsdp.weights.convert import convert_rows, plan_conversions
 from lit_fsdp.weights.prequantized import QuantizedFiles
 
@@ -187,8 +187,7 @@ def open_base(
     """
     with refuse_other_forms():
         trained, fingerprint = checkpoint.meta[BASE]["name"], checkpoint.meta[BASE]["fingerprint"]
-    name = base or str(trained)
-    fetch(name, "base")
+    name = fetch_base(str(trained), base, fetch)
     folder = get_pretrained_folder(name)
     if not is_base(fingerprint, folder):
         raise ValueError(

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict
 from pathlib import Path
@@ -65,6 +65,26 @@ def fetch_pretrained(pretrained: str, setting: str = "pretrained", patterns: Seq
         first = str(error).strip().splitlines()[0]
         hint = f"; did you mean the folder {near}?" if near else ""
         raise ValueError(f"{setting}: got {pretrained!r}: no such folder, and the Hub says: {first}{hint}") from error
+
+
+def fetch_base(recorded: str, given: str | None, fetch: Callable[[str, str], None] = fetch_pretrained) -> str:
+    """Download the model below adapters, and return its name or folder.
+
+    Args:
+        recorded: What the run called it, which may have been a folder seen from elsewhere.
+        given: Where it is instead, if the user says it.
+        fetch: Downloads it, called with its name and what the user calls it.
+
+    Raises:
+        ValueError: It is not there.
+    """
+    name = given or recorded
+    try:
+        fetch(name, "base")
+    except ValueError as error:
+        hint = "" if given else "; if it is elsewhere, set --base to its folder"
+        raise ValueError(f"{error}{hint}") from error
+    return name
 
 
 def get_pretrained_folder(pretrained: str, patterns: Sequence[str] = WEIGHTS) -> Path:

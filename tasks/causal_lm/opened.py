@@ -34,7 +34,7 @@ from lit_fsdp.tasks.causal_lm.task import GENERATION, CausalLM
 from lit_fsdp.tasks.model_config import drop_quantization, load_config
 from lit_fsdp.tasks.text.tokenizer import load_tokenizer
 from lit_fsdp.tasks.text_model import build_model
-from lit_fsdp.weights.base_weights import BASE, LORA, fetch_pretrained, get_pretrained_folder
+from lit_fsdp.weights.base_weights import BASE, LORA, fetch_base, fetch_pretrained, get_pretrained_folder
 from lit_fsdp.weights.load import init_unstored, load_weights, materialize
 from lit_fsdp.weights.prequantized import read_quantization as read_stored_quantization
 from lit_fsdp.weights.safetensors_io import TensorFiles
@@ -54,6 +54,7 @@ _NO_MATTER = (
     *("megatron_core", "qalora_group_size", "loftq_config"),  # each of a setting that would be refused
     "fan_in_fan_out",  # of Conv1D, which the layer itself knows
 )
+_ANSWER_NOTHING = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
 _ALLOWED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -163,8 +164,7 @@ def _open_checkpoint(given: str, path: Path | RemotePath, base: str | None) -> M
             raise ValueError(f"base: got {base!r}: {stored.path} holds all weights of its model; leave it out")
         lora = read_lora(stored) if LORA in stored.meta else None
         return replace(source, lora=lora, dtype=_widest(found - {"uint8", "int8"}))
-    name = str(open_base(stored, base)) if base is not None else str(stored.meta[BASE]["name"])
-    fetch_pretrained(name, "base")
+    name = fetch_base(str(stored.meta[BASE]["name"]), None) if base is None else str(open_base(stored, base))
     return replace(
         source,
         pretrained=name,
@@ -181,10 +181,16 @@ def _open_adapter(given: str, folder: Path, base: str | None) -> ModelSource:
         lora = _read_peft(settings)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"model: {path}: {error}: expected adapters of LoRA, as export writes them") from error
-    name = base or settings.get("base_model_name_or_path")
-    if not name:
+    # Ours, and those of stock peft where they say it.
+    if (folder / "classes.json").is_file() or settings.get("task_type") in _ANSWER_NOTHING:
+        raise ValueError(
+            f"model: {given} holds adapters of a classifier, which answers nothing: expected those of a causal "
+            "language model, such as LlamaForCausalLM"
+        )
+    recorded = settings.get("base_model_name_or_path")
+    if not (base or recorded):
         raise ValueError(f"base: missing: {path} names no base model: expected its name or folder")
-    fetch_pretrained(str(name), "base")
+    name = fetch_base(str(recorded), base)
     has_tokenizer = (folder / "tokenizer_config.json").is_file()
     return ModelSource(
         given=given,

@@ -126,6 +126,7 @@ def test_another_base_is_refused(checkpoint: Path, base: Path, tmp_path: Path) -
     )
     message = refuse(checkpoint, tmp_path / "out", merge=True, base="no/such-model")
     assert message.startswith("base: got 'no/such-model': no such folder, and the Hub says: ")
+    assert "--base" not in message  # which it is the value of
 
 
 def test_a_base_that_is_gone_is_named(checkpoint: Path, base: Path, tmp_path: Path) -> None:
@@ -134,6 +135,7 @@ def test_a_base_that_is_gone_is_named(checkpoint: Path, base: Path, tmp_path: Pa
     shutil.rmtree(tmp_path / "moved")
     message = refuse(path, tmp_path / "out")
     assert message.startswith(f"base: got {str(tmp_path / 'moved')!r}: there is no such folder: ")
+    assert message.endswith("; if it is elsewhere, set --base to its folder")
 
 
 def test_settings_without_need_are_refused(checkpoint: Path, base: Path, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_a_checkpoint_and_its_export_have_the_logits_of_the_training_model(name:
         moved = save_base(tmp_path / "other", "llama")
         (moved / "model.safetensors").write_bytes((base / "model.safetensors").read_bytes()[:-4] + b"\0\0\0\1")
         base.rename(tmp_path / "moved")
-        with pytest.raises(ValueError, match=r"^base: got '.*/base': there is no such folder"):
+        with pytest.raises(ValueError, match=r"^base: got '.*/base': there is no such folder: .*, set --base to its"):
             open_source(str(tmp_path / "last.ckpt"))
         moved.rename(base)
         with pytest.raises(ValueError, match=r"^base: .* its weights are not those of"):
@@ -83,9 +83,17 @@ def test_what_cannot_be_opened_is_refused_in_one_line(tmp_path: Path, monkeypatc
         ({"lora_bias": True}, "lora_bias: got True: not known here"),
         ({"r": None}, "base: missing"),
         ({}, "base: missing: .* names no base model"),
+        (
+            {"base_model_name_or_path": "./no"},
+            "base: got './no': there is no such .*; if it is elsewhere, set --base",
+        ),
+        ({"task_type": "SEQ_CLS"}, "^model: adapter holds adapters of a classifier, which answers nothing: expected"),
     ):
         (adapter / "adapter_config.json").write_text(json.dumps(good | change))
         refuse(text, "adapter")
+    (adapter / "classes.json").write_text("[]")  # as export writes it
+    refuse("^model: adapter holds adapters of a classifier", "adapter")
+    (adapter / "classes.json").unlink()
     (adapter / "adapter_config.json").write_text("[")
     refuse("model: adapter/adapter_config.json: ", "adapter")
     refuse("base: got 'x': base holds no adapters", "base", base="x")
