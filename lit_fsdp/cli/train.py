@@ -464,10 +464,10 @@ class TrainerCLI(LightningCLI):
             return str(found)
         if misfits:  # to start afresh beside them is for the user to choose
             listed = "; ".join(f"{place} does not fit: {why}" for why, place in misfits.items())
-            raise ConfigError(
-                f"ckpt_path: got 'last': {listed}: set it as there, take another --run_name, or leave --ckpt_path out "
-                "to start afresh"
-            )
+            ways = "set it as there, or take another --run_name"
+            if self.subcommand == "fit":
+                ways = "set it as there, take another --run_name, or leave --ckpt_path out to start afresh"
+            raise ConfigError(f"ckpt_path: got 'last': {listed}: {ways}")
         if self.subcommand != "fit":
             raise ConfigError(
                 f"ckpt_path: got 'last': no run below {self.run_root} has a checkpoint: expected the path of "

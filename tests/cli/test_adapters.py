@@ -150,8 +150,10 @@ def test_last_takes_the_newest_that_fits_and_says_what_does_not(
     write_run(tmp_path, model={"config": None, "pretrained": "base"})
     run, lora = ("fit", "--config=run.yaml", "--trainer.max_steps=1"), "--model.lora.r=4"
     further = ("fit", "--config=run.yaml", "--ckpt_path=last", "--trainer.max_steps=2")
-    commands = [run, (*further, lora), (*run, lora), further, (*further, "--model.lora.r=2"), (*further, lora)]
-    whole, other_kind, adapters, resumed, other_rank, resumed_adapters = (
+    validate = ("validate", "--config=run.yaml", "--ckpt_path=last", "--data.validation=train.jsonl")
+    rank = "--model.lora.r=2"
+    commands = [run, (*further, lora), (*run, lora), further, (*further, rank), (*validate, rank), (*further, lora)]
+    whole, other_kind, adapters, resumed, other_rank, validated, resumed_adapters = (
         fork_ranks(*command, ranks=1)[0] for command in commands
     )
     first, second = (f"{tmp_path}/{RUN}/version_{k}/checkpoints/epoch=0-step=1.ckpt" for k in (0, 1))
@@ -166,6 +168,8 @@ def test_last_takes_the_newest_that_fits_and_says_what_does_not(
     assert (
         f"{third} {why}; {second} does not fit: lora.r: it was saved with 4, this run has 2: " in other_rank.errors[0]
     )
+    assert other_rank.errors[0].endswith(", take another --run_name, or leave --ckpt_path out to start afresh")
+    assert validated.errors[0].endswith("this run has 2: set it as there, or take another --run_name")
     assert resumed_adapters.err.count(f"{third} {why}: taking") == 1
     assert f"checkpoint at {second}" in resumed_adapters.err
     assert len(list((tmp_path / RUN).glob("version_*"))) == 4
