@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -62,6 +62,7 @@ class TaskData(TakesMappings, LightningDataModule):
         check_least(1, batch_size=batch_size, eval_batch_size=eval_batch_size, global_batch_size=global_batch_size)
         check_least(0, num_workers=num_workers, seed=seed)
         for split, (source, name) in sources.items():
+            refuse_empty(split, source, self.source_kinds)
             if source is None and name is not None:
                 raise ValueError(f"{split}_split: not used, as {split} names no data set; leave it out")
         if not 0 <= validation_fraction < 1:
@@ -181,6 +182,26 @@ def count_stream_batches(trainer: Trainer) -> int | None:
     limit = trainer.limit_train_batches
     ends = [trainer.max_steps * trainer.accumulate_grad_batches] if trainer.max_steps != -1 else []
     return min([*ends, *([limit] if isinstance(limit, int) else [])], default=None)
+
+
+def refuse_empty(split: Split, source: object, kinds: str) -> None:
+    """Refuse a source without a name, which as a path would be the current folder.
+
+    Args:
+        split: That it is of.
+        source: A text, a list of sources, or a mapping with a ``path``.
+        kinds: What is expected.
+
+    Raises:
+        ValueError: It is empty, or one of a list is.
+    """
+    if isinstance(source, str) and not source.strip():
+        raise ValueError(f"{split}: got {source!r}: expected {kinds}; see whether a variable of the shell is not set")
+    if isinstance(source, Mapping):
+        refuse_empty(split, source.get("path"), kinds)
+    elif isinstance(source, list):
+        for one in source:
+            refuse_empty(split, one, kinds)
 
 
 def check_least(least: int, **settings: int | None) -> None:

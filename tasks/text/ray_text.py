@@ -9,7 +9,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import IterableDataset
 
 from lit_fsdp.strategy.trainer_settings import get_data_ranks
-from lit_fsdp.tasks.data import Split, refuse_endless
+from lit_fsdp.tasks.data import Split, refuse_empty, refuse_endless
 from lit_fsdp.tasks.loading import NEW_RUN, mix_seeds
 from lit_fsdp.tasks.row_files import Row, drop_filled
 from lit_fsdp.tasks.text.batches import TokenRow, stack_rows
@@ -58,6 +58,7 @@ class RayTextData(TextData):
             raise ValueError("packing: got false: a stream is packed; leave it out")
         if self.share is not None:
             raise ValueError(f"share: got {self.share!r}: Ray deals documents out by speed already; leave it out")
+        refuse_empty("train", train, "files, or a folder of files")
         self.train = [train] if isinstance(train, str) else list(train)
         self.reader = _choose_reader(self.train)
 

@@ -8,6 +8,7 @@ from typing import Any
 import datasets
 import pytest
 
+from lit_fsdp.tasks import ImageData, LabeledTextData, PreferenceData, RayTextData, SpeechData, TaskData, TextData
 from lit_fsdp.tasks.image_classification.sources import Fields, open_images
 from lit_fsdp.tasks.row_files import is_saved
 from lit_fsdp.tasks.text.sources import list_parts
@@ -77,3 +78,18 @@ def test_hidden_files_of_a_folder_are_not_read(tmp_path: Path) -> None:
         (tmp_path / name).write_text("text")
     parts = list_parts(str(tmp_path), split="train", txt_documents="file")
     assert [path.name for part in parts for path in part.list_files()] == ["a.txt", "b.txt"]
+
+
+@pytest.mark.parametrize("kind", [ImageData, LabeledTextData, PreferenceData, RayTextData, SpeechData, TextData])
+def test_an_empty_source_is_refused_and_not_taken_for_the_current_folder(kind: type[TaskData]) -> None:
+    named: dict[str, Any] = {} if kind is ImageData else {"tokenizer": "made/up"}
+    emptied: list[Any] = ["", " "]
+    if kind not in (ImageData, SpeechData):
+        emptied.append(["a.jsonl", ""])
+    if kind is TextData:
+        emptied += [[{"path": ""}], [{"path": ["a.jsonl", ""]}, "b.jsonl"]]
+    for source in emptied:
+        with pytest.raises(ValueError, match=r"^train: got '\s*': expected .*; see whether a variable of the shell is"):
+            kind(**named, train=source)
+    with pytest.raises(ValueError, match=r"^validation: got '': expected "):
+        kind(**named, train="train.jsonl", validation="")
