@@ -68,7 +68,7 @@ from lit_fsdp.tasks.text.tokens import TokenStore, describe_unread, write_tokens
 _NUM_REPORTED = 3  # rows
 _BUFFER_SIZE = 10_000  # rows
 _EXAMPLE_DOCUMENTS = 4  # in a packed row of an example
-CACHE_VERSION = 4  # raise it when the same settings give other tokens than before
+CACHE_VERSION = 5  # raise it when the same settings give other tokens than before
 
 
 class TextData(TaskData):

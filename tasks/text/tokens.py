@@ -35,6 +35,7 @@ GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\b")
 NUM_NAMED = 5  # bad rows that a warning names
 NUM_AT_ONCE = 1000  # rows given to the tokenizer together
 _COUNTED_AT_ONCE = 1 << 20  # tokens
+_MARK = "\ue000"  # of the private use area: no token joins it with what follows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,8 @@ class Encoder:
         self._start = _read_start(tokenizer)
         end = get_end_id(tokenizer)
         self._end = [] if end is None else [end]
+        self._mark = _MARK if _begins_with_space(tokenizer) else ""
+        self._num_mark = len(tokenizer(self._mark, add_special_tokens=False)["input_ids"]) if self._mark else 0
         self._markers: dict[bool, TurnMarkers] = {}  # a tokenizer may have a template of its own for tools
 
     def encode(self, examples: Sequence[Example]) -> list[Encoded | RowError]:
@@ -72,7 +75,8 @@ class Encoder:
             if isinstance(example, Text):
                 texts.append(example.text)
             elif isinstance(example, PromptCompletion):
-                texts += [example.prompt, example.completion]
+                # Alone, a completion would begin with a space of such tokenizers, in the middle of the text.
+                texts += [example.prompt, (self._mark if example.prompt else "") + example.completion]
         # verbose=False: a document longer than the model's context is no reason to warn, it will be cut.
         ids = iter(self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else [])
         return [self._encode_one(example, ids) for example in examples]
@@ -87,7 +91,7 @@ class Encoder:
         if isinstance(example, Text):
             tokens = prompt if self.row_format.is_prompt else prompt + self._end
             return Encoded(ids=tokens, learn=[True] * len(tokens))
-        completion = [*next(ids), *self._end]
+        completion = [*next(ids)[self._num_mark if example.prompt else 0 :], *self._end]
         learn_prompt = self.row_format.loss_on == "all"
         return Encoded(ids=prompt + completion, learn=[learn_prompt] * len(prompt) + [True] * len(completion))
 
@@ -192,6 +196,11 @@ def _template_errors() -> Iterator[None]:
             f"the tokenizer's chat template refuses it: {error}; set bad_rows: skip, or chat_template to one "
             "that takes it"
         ) from error
+
+
+def _begins_with_space(tokenizer: Any) -> bool:
+    """Return whether the tokenizer puts a space before each text, as that of Llama 2 does."""
+    return "".join(tokenizer.tokenize("a")).startswith(("\u2581", "\u0120"))  # as SentencePiece and GPT-2 write it
 
 
 def _read_start(tokenizer: Any) -> list[int]:

@@ -72,6 +72,57 @@ def test_the_completion_and_the_end_token_are_learned_unless_all_shall_be(
     assert all(encode(tokenizer, pair, loss_on="all").learn)
 
 
+def train_spaced(kind: str) -> Any:
+    """Return a tokenizer that puts a space before each text; all but "byte level" are as those of SentencePiece."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    texts = ["The", "capital", "of", "France", "is", "Paris.", "It", "is", "so.", "1+1=2", "2=2", "=2"]
+    parts: dict[str, Any] = {"show_progress": False, "special_tokens": ["<unk>", "<s>", "</s>"]}
+    if kind == "byte level":
+        inner = Tokenizer(models.BPE())
+        inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=True), decoders.ByteLevel()
+        parts["initial_alphabet"] = pre_tokenizers.ByteLevel.alphabet()
+    else:
+        inner = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+        parts["initial_alphabet"] = ["▁"]
+        parts["special_tokens"] += [f"<0x{byte:02X}>" for byte in range(256)]
+        if kind == "prepend":
+            inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        else:
+            inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind)
+        spaces = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        inner.decoder = decoders.Sequence(spaces)
+    inner.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=320, **parts))
+    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize("kind", ["prepend", "always", "first", "never", "byte level"])
+@pytest.mark.parametrize("is_instruction", [False, True])
+def test_no_space_comes_between_a_prompt_and_its_completion(kind: str, is_instruction: bool) -> None:
+    tokenizer = train_spaced(kind)
+    assert tokenizer.tokenize("is") == {"never": ["is"], "byte level": ["Ġis"]}.get(kind, ["▁is"])
+    texts = [("The capital is", " Paris."), ("1+1=", "2"), ("It", "'s"), ("It ", "is"), ("It:\n", "  so"), ("A", "é😀")]
+    for prompt, completion in [*texts, ("", "Paris."), ("1\n", "\n</s>")]:
+        pair = PromptCompletion(prompt=prompt, completion=completion)
+        encoded = encode(tokenizer, Chat(messages=CHAT.messages, plain=pair) if is_instruction else pair)
+        begin = encoded.learn.index(True)
+        assert encoded.learn == [False] * begin + [True] * (len(encoded.ids) - begin)
+        assert encoded.ids[:begin] == ([1] if not prompt else tokenizer(prompt)["input_ids"])
+        whole = tokenizer.decode(encoded.ids, clean_up_tokenization_spaces=False).removeprefix("<s>")
+        assert whole.lstrip(" ") == f"{prompt}{completion}</s>"
+        assert encode(tokenizer, pair, loss_on="all").ids == encoded.ids
+    joint = tokenizer("The capital is Paris.")["input_ids"]
+    assert encode(tokenizer, PromptCompletion(prompt="The capital is", completion=" Paris.")).ids == [*joint, 2]
+
+
+def test_completions_of_other_tokenizers_are_tokens_of_their_own(tokenizer: Any) -> None:
+    encoded = encode(tokenizer, PromptCompletion(prompt="What is t", completion="wo?"))
+    assert encoded.ids == [token for text in ("What is t", "wo?") for token in tokenizer(text)["input_ids"]] + [0]
+    assert encoded.ids != tokenizer("What is two?<|endoftext|>")["input_ids"]
+
+
 @pytest.mark.parametrize("row_format", [{}, {"loss_on": "completion"}])
 @pytest.mark.parametrize(("template", "end"), [(PLAIN, "</s>\n"), (MARKED, "</s>")])
 def test_what_the_assistant_says_is_learned_and_its_end(
