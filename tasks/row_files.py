@@ -27,6 +27,8 @@ _BEGINNINGS = {
     b"\xff\xfe": "UTF-16: convert it to UTF-8",
     b"\xfe\xff": "UTF-16: convert it to UTF-8",
 }
+# A name of a file or folder that datasets takes for that of a split.
+_SPLIT = re.compile(r"(?<![a-z])(?:(train|training)|test|val|valid|validation|dev|eval)(?![a-z])[-_]?", re.IGNORECASE)
 _AT_ONCE_BYTES = 1 << 22  # of a table at an address, of which only some parts are read
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line feed
 
@@ -387,3 +389,30 @@ def list_files(folder: Path, suffixes: Sequence[str], *, is_deep: bool = True) -
         else:
             refuse_special_file(path, str(path))
     return found
+
+
+def refuse_splits(folder: Location, names: Iterable[str]) -> None:
+    """Refuse to read a folder as one, whose files are named like rows to train on and rows to hold out.
+
+    Args:
+        folder: Where they are.
+        names: Of the files, relative to it.
+
+    Raises:
+        ValueError: With the patterns to name instead.
+    """
+    found: dict[bool, tuple[str, str]] = {}
+    for name in names:
+        parts = name.split("/")
+        for number, part in enumerate(parts):
+            if match := _SPLIT.search(part):
+                is_file = number == len(parts) - 1
+                wanted = f"{part[: match.end()]}*{Path(part).suffix}" if is_file else part
+                found.setdefault(match[1] is not None, (name, "/".join([*parts[:number], wanted])))
+                break
+    if len(found) == 2:
+        (trained, wanted), (held_out, other) = found[True], found[False]
+        raise ValueError(
+            f"{folder}: holds several splits, such as {trained} and {held_out}: expected one, such as "
+            f"{folder / wanted} or {folder / other}"
+        )

@@ -20,7 +20,7 @@ from lit_fsdp.checkpoint.sharded import agree
 from lit_fsdp.files import refuse_special_file
 from lit_fsdp.tasks.image_classification.images import SUFFIXES, Images, decode
 from lit_fsdp.tasks.image_classification.manifests import get_label
-from lit_fsdp.tasks.row_files import describe_json_error, list_files, parse_json
+from lit_fsdp.tasks.row_files import describe_json_error, list_files, parse_json, refuse_splits
 
 _LABELS = ("cls", "label", "json")  # endings of members that say the class, the first that does counts
 _MAX_LABEL_BYTES = 1 << 20
@@ -92,7 +92,9 @@ def _list_shards(source: str) -> list[str]:
         return _list_urls(source)
     path = Path(source).expanduser()
     if path.is_dir():
-        return [str(file) for file in list_files(path, (".tar",), is_deep=False)]
+        files = list_files(path, (".tar",), is_deep=False)
+        refuse_splits(path, [file.name for file in files])
+        return [str(file) for file in files]
     names = list(_expand_braces(str(path)))
     found = [hit for name in names for hit in (sorted(glob.glob(name)) if "*" in name else [name])]  # noqa: PTH207
     for name in found:

@@ -18,7 +18,7 @@ from lit_fsdp.tasks.data import DEFAULT_SPLITS, Split
 from lit_fsdp.tasks.image_classification.images import SUFFIXES, Images, decode
 from lit_fsdp.tasks.image_classification.manifests import MANIFESTS, get_label, read_table
 from lit_fsdp.tasks.image_classification.shards import is_url, read_object, read_shards
-from lit_fsdp.tasks.row_files import describe, is_saved, list_files, open_saved, tell_retries_once
+from lit_fsdp.tasks.row_files import describe, is_saved, list_files, open_saved, refuse_splits, tell_retries_once
 
 DIGITS = "digits"
 _DIGITS_SEED = 0  # of the held-out fifth; results on it are compared
@@ -150,6 +150,7 @@ def _list_folder(folder: Path) -> Images:
     """Return ``folder/<class>/**/<image>``, or images that lie in the folder itself, which have no labels."""
     loose = list_files(folder, SUFFIXES, is_deep=False)
     names = _list_names(folder)
+    refuse_splits(folder, [f"{name}/" for name in names])  # which would be taken for classes
     found = [(path, name) for name in names for path in list_files(folder / name, SUFFIXES)]
     if loose and found:
         raise ValueError(f"{folder}: holds images beside folders of classes, such as {loose[0].name}; move them")
@@ -177,6 +178,7 @@ def _list_objects(source: str) -> Images | None:
     if not found:
         return None
     urls, below = list(found), [name.split("/") for name, _ in found.values()]
+    refuse_splits(locate(source), [f"{parts[0]}/" for parts in below if len(parts) > 1])
     loose = [parts for parts in below if len(parts) == 1]
     if loose and len(loose) < len(below):
         raise ValueError(f"{source}: holds images beside folders of classes, such as {loose[0][0]}; move them")

@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 from lit_fsdp.strategy.trainer_settings import get_data_ranks
 from lit_fsdp.tasks.data import Split, refuse_empty, refuse_endless
 from lit_fsdp.tasks.loading import NEW_RUN, mix_seeds
-from lit_fsdp.tasks.row_files import Row, drop_filled
+from lit_fsdp.tasks.row_files import Row, drop_filled, refuse_splits
 from lit_fsdp.tasks.text.batches import TokenRow, stack_rows
 from lit_fsdp.tasks.text.data import TextData
 from lit_fsdp.tasks.text.messages import RowError
@@ -221,7 +221,9 @@ def _choose_reader(sources: list[str]) -> str:
     suffixes: set[str] = set()
     for source in sources:
         folder = Path(source).expanduser()
-        inside = {path.suffix for path in folder.iterdir()} & _READERS.keys() if folder.is_dir() else {folder.suffix}
+        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        refuse_splits(folder, names)
+        inside = {Path(name).suffix for name in names} & _READERS.keys() if folder.is_dir() else {folder.suffix}
         suffixes |= inside or {""}
     readers = {_READERS.get(suffix) for suffix in suffixes}
     if len(readers) == 1 and (found := readers.pop()) is not None:

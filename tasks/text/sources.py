@@ -12,20 +12,33 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lit_fsdp.cache import sample_file
 from lit_fsdp.checkpoint.remote import RemotePath, UnreachableError, is_remote, locate
 from lit_fsdp.files import refuse_special_file
 from lit_fsdp.redaction import redact
-from lit_fsdp.tasks.row_files import Row, drop_filled, is_saved, list_files, open_saved, tell_retries_once
+from lit_fsdp.tasks.row_files import (
+    Row,
+    drop_filled,
+    is_saved,
+    list_files,
+    open_saved,
+    refuse_splits,
+    tell_retries_once,
+)
 from lit_fsdp.tasks.text.files import READERS, read_file
 
 TxtDocuments = Literal["file", "line", "paragraph"]
 Source = str | list[str]
+AnyPath = TypeVar("AnyPath", Path, RemotePath)
 
+# What datasets writes beside rows.
+_ABOUT_ROWS = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
+_UNREAD = (".arrow", ".bz2", ".gz", ".ndjson", ".tsv", ".xz", ".zip", ".zst")  # which hold rows, too
 _ROWS_AT_ONCE = 64  # that datasets hands over together
 
 
@@ -271,7 +284,8 @@ def _find_objects(where: RemotePath) -> dict[RemotePath, tuple[int, str]]:
         raise ValueError(f"{error}; see whether it is there, and whether you may read it") from error
     if not found:
         raise ValueError(f"{where}: there is no such object, and none below it")
-    read = {path: state for path, state in found.items() if path.suffix.lower() in READERS}
+    is_folder = where not in found and not glob.has_magic(str(where))
+    read = _choose_files(where, list(found)) if is_folder else [p for p in found if p.suffix.lower() in READERS]
     if not read:
         what = (
             f"cannot read {where.suffix or 'a file without a suffix'}"
@@ -279,11 +293,23 @@ def _find_objects(where: RemotePath) -> dict[RemotePath, tuple[int, str]]:
             else "nothing there can be read"
         )
         raise ValueError(f"{where}: {what}; known are {kinds}")
-    return read
+    return {path: found[path] for path in read}
 
 
 def _rename(row: Row, path: str, shown: str) -> Row:
     return replace(row, where=row.where.replace(path, shown))
+
+
+def _choose_files(folder: AnyPath, found: list[AnyPath]) -> list[AnyPath]:
+    """Return which files of a folder are read; warn of others that seem to hold rows."""
+    read = [path for path in found if path.suffix.lower() in READERS and path.name not in _ABOUT_ROWS]
+    refuse_splits(folder, (str(path).removeprefix(f"{folder}/") for path in read))
+    if read and (unread := [path for path in found if path.suffix.lower() in _UNREAD]):
+        rank_zero_warn(
+            f"{folder}: {len(unread)} files there are not read, such as {unread[0].name}: expected "
+            f"{', '.join(READERS)}; unpack or convert them, or move them away"
+        )
+    return read
 
 
 def _find_files(source: str, path: Path) -> list[Path] | None:
@@ -294,7 +320,7 @@ def _find_files(source: str, path: Path) -> list[Path] | None:
             raise ValueError(f"{source}: cannot read {path.suffix or 'a file without a suffix'}; known are {kinds}")
         return [path]
     if path.is_dir():
-        found = list_files(path, list(READERS))
+        found = _choose_files(path, list_files(path, [*READERS, *_UNREAD]))
         if not found:
             raise ValueError(f"{source}: no file in this folder ends in {kinds}")
         return found

@@ -1,6 +1,7 @@
 """What lies in files of any task is read, or refused in one line."""
 
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from lit_fsdp.tasks import ImageData, LabeledTextData, PreferenceData, RayTextData, SpeechData, TaskData, TextData
 from lit_fsdp.tasks.image_classification.sources import Fields, open_images
 from lit_fsdp.tasks.row_files import is_saved
-from lit_fsdp.tasks.text.sources import list_parts
+from lit_fsdp.tasks.text.sources import check_source, list_parts
 
 OPEN: dict[str, Callable[[str], Any]] = {
     "text": lambda source: list_parts(source, split="train", txt_documents="file"),
@@ -93,3 +94,58 @@ def test_an_empty_source_is_refused_and_not_taken_for_the_current_folder(kind: t
             kind(**named, train=source)
     with pytest.raises(ValueError, match=r"^validation: got '': expected "):
         kind(**named, train="train.jsonl", validation="")
+
+
+@pytest.mark.parametrize(
+    ("names", "patterns"),
+    [
+        (
+            "data/train-0-of-1.parquet data/validation-0.parquet",
+            "data/train-*.parquet data/validation-*.parquet",
+        ),
+        ("data/test-0.parquet data/train-0.parquet data/train-1.parquet", "data/train-*.parquet data/test-*.parquet"),
+        ("train.jsonl dev.jsonl", "train*.jsonl dev*.jsonl"),
+        ("alpaca_train.json alpaca_Test_1.json", "alpaca_train*.json alpaca_Test_*.json"),
+        ("train/a.txt eval/a.txt", "train eval"),
+        ("train/a.txt train/test_1.txt", None),
+        ("train-0.txt train-1.txt", None),
+        ("test-0.txt validation-0.txt", None),
+        ("trainer.txt testimony.txt values.txt device.txt", None),
+        ("train.txt test.md", None),
+    ],
+)
+def test_a_folder_with_several_splits_is_refused_with_what_to_name(
+    tmp_path: Path, names: str, patterns: str | None
+) -> None:
+    for name in names.split():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text")
+    expected = sorted(tmp_path / name for name in names.split() if not name.endswith(".md"))
+    source, options = str(tmp_path), {"split": "train", "txt_documents": "file"}
+    if patterns is None:
+        check_source(source)
+        assert [path for part in list_parts(source, **options) for path in part.list_files()] == expected
+        return
+    line = re.escape("expected one, such as " + " or ".join(f"{tmp_path}/{name}" for name in patterns.split()))
+    for read in (check_source, lambda source: list_parts(source, **options)):
+        with pytest.raises(ValueError, match=rf"^{tmp_path}: holds several splits, such as \S+ and \S+: {line}$"):
+            read(source)
+    for pattern in patterns.split():
+        (part, *_) = list_parts(f"{tmp_path}/{pattern}", **options)
+        assert part.list_files()[0] in expected
+
+
+def test_what_datasets_writes_about_rows_is_none_and_packed_files_are_told_of(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "README.md", "dataset_infos.json", "inner/dataset_dict.json", "inner/state.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"text": "a"}')
+    options: Any = {"split": "train", "txt_documents": "file"}
+    (part,) = list_parts(str(tmp_path), **options)
+    assert part.list_files() == [tmp_path / "a.jsonl"]
+    for name in ("b.jsonl.gz", "c.TSV", "inner/d.arrow"):
+        (tmp_path / name).touch()
+    line = rf"^{tmp_path}: 3 files there are not read, such as b\.jsonl\.gz: expected \.txt, .*; unpack or convert them"
+    with pytest.warns(UserWarning, match=line) as caught:
+        (part,) = list_parts(str(tmp_path), **options)
+    assert len(caught) == 1
+    assert part.list_files() == [tmp_path / "a.jsonl"]

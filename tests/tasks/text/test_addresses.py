@@ -97,6 +97,15 @@ def test_what_is_wrong_at_an_address_is_one_line(
         with pytest.raises(ValueError, match=problem):
             TextData(train=train, **data).check_stage("fit")
 
+    for name in ("data/train-0.jsonl", "data/test-0.jsonl"):
+        (memory / "hub" / name).write_bytes(b'{"text": "a"}\n')
+    several = (
+        r"train: memory://bucket/run/hub: holds several splits, .* such as memory://bucket/run/hub/data/train-\*\.jso"
+    )
+    with pytest.raises(ValueError, match=several):
+        TextData(train=f"{memory}/hub", **data).check_stage("fit")
+    TextData(train=f"{memory}/hub/data/train-*.jsonl", **data).check_stage("fit")
+
     def deny(*_: object, **__: object) -> None:
         raise PermissionError("Access Denied")
 
