@@ -76,7 +76,10 @@ def _read_json(path: Location) -> Iterator[Row]:
         lines.append(text)
     whole = "".join(lines)
     if not whole.lstrip().startswith("["):
-        yield from read_jsonl(path)  # many tools write JSON lines under this suffix
+        if _is_one_object(whole):
+            yield make_bad(str(path), "one object of several lines: expected a list of rows, or one row in each line")
+        else:
+            yield from read_jsonl(path)  # many tools write JSON lines under this suffix
         return
     try:
         values = parse_json(whole)
@@ -85,6 +88,15 @@ def _read_json(path: Location) -> Iterator[Row]:
         return
     for number, value in enumerate(values, start=1):
         yield check_object(f"{path} row {number}", value)
+
+
+def _is_one_object(text: str) -> bool:
+    """Return whether a text that begins with no list is one value of JSON, on several lines."""
+    try:
+        parse_json(text)
+    except json.JSONDecodeError:
+        return False
+    return "\n" in text.strip()
 
 
 # By suffix; .txt takes one more argument.

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from lit_fsdp.cache import read_digests
 from lit_fsdp.tasks.row_files import Row, show_controls
-from lit_fsdp.tasks.text.answers import Render, TurnMarkers, find_answers, read_turn_markers
+from lit_fsdp.tasks.text.answers import REMEDY, Render, TurnMarkers, find_answers, read_turn_markers
 from lit_fsdp.tasks.text.messages import RowError, parse_arguments
 from lit_fsdp.tasks.text.rows import (
     Chat,
@@ -148,6 +148,8 @@ class Encoder:
             for answer, begin, end in zip(answers, begins, [*begins[1:], len(learn)], strict=True):
                 if answer in chat.context:
                     learn[begin:end] = [False] * (end - begin)
+        if not any(learn):
+            raise RowError(f"the chat template marks nothing in the answers as generated; {REMEDY}")
         return Encoded(ids=out["input_ids"], learn=learn)
 
     def _encode_unmarked(self, chat: Chat) -> Encoded:

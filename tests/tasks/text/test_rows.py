@@ -49,6 +49,7 @@ BROKEN: list[tuple[str, bytes, str, dict[str, Any]]] = [
     ("n.csv", b"Prompt,Completion,Notes\na,b,c\n", "line 2: the row has: Prompt, Completion, Notes: expected messages, conversations, prompt and completion, instruction and output, text; set columns, such as columns: {prompt: Prompt, completion: Completion}", {}),
     ("m.csv", b"body\nhello\n", "line 2: the row has: body: expected messages, conversations, prompt and completion, instruction and output, text; set columns, such as columns: {text: body}", {}),
     ("n.json", b'[{"text": "ok"}, {"text": null}]', 'row 2: "text" must be a string, it is null', {}),
+    ("object.json", b'{"data": [\n{"text": "a"}\n]}\n', "one object of several lines: expected a list of rows, or one row in each line", {}),
     ("o.txt", b"fine\nnot fine \xff\n", "line 2: not UTF-8 (byte 0xff at column 10); convert the file", {}),
     ("p.jsonl", b'{"messages": [{"role": "user"}]}\n', 'line 1: message 1: "content" must be a string, it is null', {}),
     ("q.jsonl", b'{"prompt": "p", "completion": ""}\n', 'line 1: "completion" is empty; remove the row or set bad_rows: skip', {}),

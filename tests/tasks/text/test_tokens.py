@@ -146,6 +146,10 @@ def test_a_chat_prompt_ends_with_the_cue_for_an_answer(tokenizer: Any) -> None:
     [
         (None, "the tokenizer has no chat template"),
         (FORGETFUL, "leaves out message 2, an answer; set bad_rows: skip"),
+        (
+            MARKED.replace("{{ m.content }}</s>{% endgen", "{% endgen"),
+            "marks nothing in the answers .*; set bad_rows: skip",
+        ),
         (REFUSING, "chat template refuses it: roles must alternate"),
     ],
 )
