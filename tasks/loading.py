@@ -487,13 +487,12 @@ def restore_epoch(trainer: Trainer) -> None:
             epochs.completed = min(epochs.completed, epochs.processed)
         loop.restarting = True
     elif loop.restarting:
-        # With max_steps set, Lightning takes up a finished epoch as if it were open, and its batch count
-        # would let the next epoch end before its first batch. Count it as closed.
+        # With max_steps set, Lightning takes up a finished epoch as if it were open: its batch count would let the
+        # next epoch end before its first batch, and a validation that it skips would count as a step in logs. Count
+        # it as closed.
         for epochs in (loop.epoch_progress.current, loop.epoch_progress.total):
             epochs.completed = epochs.processed
-        batches.reset_on_run()
-        loop.epoch_loop.scheduler_progress.reset_on_run()
-        loop.epoch_loop.automatic_optimization.optim_progress.reset_on_run()
+        loop.epoch_loop.restarting = False
 
 
 def is_epoch_over(state: Mapping[str, Any]) -> bool:

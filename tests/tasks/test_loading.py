@@ -58,11 +58,13 @@ class Recorder(LightningModule):
         self.loader_options = (num_samples, batch_size, num_workers)
         self.validates = validates
         self.seen: list[tuple[int, list[int]]] = []
+        self.logged: list[int] = []  # the steps that loggers are told
         self.validated: list[list[int]] = []
         self.predicted: list[list[int]] = []
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         self.seen.append((self.current_epoch, batch.tolist()))
+        self.logged.append(self.trainer.fit_loop.epoch_loop._batches_that_stepped)
         return self.layer(torch.ones(1)).sum()
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
@@ -253,7 +255,9 @@ def test_a_fit_that_max_steps_ended_within_an_epoch_goes_on_within_it(
     save = SaveAt("on_fit_end", 1, path) if saves_at_the_end else SaveAt("on_train_epoch_end", -(-num_steps // 8), path)
     first = fit(Recorder(67, 8), save, max_steps=num_steps).seen
     assert first == whole[:num_steps]
-    assert fit(Recorder(67, 8), resume=path, **resume_by).seen == whole[num_steps:]
+    resumed = fit(Recorder(67, 8), resume=path, **resume_by)
+    assert resumed.seen == whole[num_steps:]
+    assert resumed.logged == list(range(num_steps, 16))
 
 
 def test_limit_train_batches_ends_an_epoch_for_good(tmp_path: Path) -> None:
