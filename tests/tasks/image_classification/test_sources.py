@@ -263,6 +263,7 @@ def test_damaged_exif_makes_no_image_bad(tmp_path: Path) -> None:
         ),
         ({"t.csv": "image, label,label \nx.png,a,b\n"}, "t.csv", r"t\.csv line 2: the header names 'label' twice"),
         ({"t.csv": "image,label\nx.png,  \n"}, "t.csv", r"t\.csv line 2: label is missing"),
+        (
             {"train/a/0.png": "", "val/a/0.png": ""},
             ".",
             r"several splits, such as train/ and val/: expected one, such as /\S*/train or /\S*/val$",
