@@ -42,9 +42,10 @@ class PreferenceData(TextData):
 
     Rows are pairs (``prompt``, ``chosen``, ``rejected``) or completions with a label (``prompt``, ``completion``,
     ``label``), as text or as lists of messages. Without ``prompt``, a pair has as its prompt what both begin with.
-    ``columns`` names other fields. Sources, tokenizing and the cache are those of ``TextData``; each completion is read
-    after its prompt as one document, of which only the completion counts. ``pydoc`` gives pairs made of Python's
-    manual: how a piece of it goes on is better than the same words in reverse.
+    ``columns`` names other fields; an ``input`` beside a prompt that it names is part of it. Sources, tokenizing and
+    the cache are those of ``TextData``; each completion is read after its prompt as one document, of which only the
+    completion counts. ``pydoc`` gives pairs made of Python's manual: how a piece of it goes on is better than the same
+    words in reverse.
 
     A document longer than ``seq_length`` is cut at its end. A pair of which a completion is cut off whole is left out.
 
@@ -251,6 +252,11 @@ class PreferenceData(TextData):
                 f"{split}: loss_type kto compares with completions of other prompts: expected 2 rows or more"
             )
         if warns:
+            if not is_unpaired and (left_out := len(store) - 2 * int(marked.sum())):
+                rank_zero_warn(
+                    f"{split}: {left_out} rows have a label, not chosen and rejected, and are left out; set "
+                    "loss_type: kto to learn of them too"
+                )
             self._warn_of_cuts(split, store, documents if is_unpaired else _interleave(documents), kept, what)
         return documents[kept]
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from lit_fsdp.tasks.row_files import Row, describe
 from lit_fsdp.tasks.text.messages import MessageFields, RowError, parse_messages, parse_tools
 
+PAIR = ("chosen", "rejected")  # read by lit_fsdp.tasks.text.pairs
 Format = Literal["auto", "text", "prompt_completion", "chat"]
 LossOn = Literal["auto", "all", "completion"]
 # The fields that make a layout, the first that fits. All but the last may be messages or text.
@@ -16,7 +17,6 @@ _LAYOUTS = (("messages",), ("conversations",), ("prompt", "completion"), ("instr
 _BESIDE = ("system", "tools", "input")
 _OF_CHATS = ("system", "tools")  # of these
 _OPTIONAL = (*_BESIDE, "role", "content")  # the last two are fields of a message
-_PREFERENCES = ("chosen", "rejected")
 # What a table may call these, to guess a mapping by.
 _WORDS = {
     "instruction": ("question", "query", "problem", "user", "task", "request"),
@@ -171,7 +171,7 @@ def _name_fields(fields: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
     taken = {name: fields[theirs] for name, theirs in given.items() if theirs in fields}
     for name, theirs in given.items():
         if theirs not in fields and name not in _OPTIONAL:
-            raise RowError(f'"{theirs}" is missing ({_describe_fields(fields)}); set columns.{name}')
+            raise RowError(f'"{theirs}" is missing ({describe_fields(fields)}); set columns.{name}')
     return {name: value for name, value in fields.items() if name not in given.values()} | taken
 
 
@@ -190,14 +190,14 @@ def _find_layout(fields: Mapping[str, Any], row_format: RowFormat) -> str:
         for layout in kept:
             if present.issuperset(layout[:1] if row_format.is_prompt else layout):
                 return layout[0]
-    if present.issuperset(_PREFERENCES):
+    if present.issuperset(PAIR):
         raise RowError('"chosen" and "rejected" are a preference pair, which is not learned here')
-    found = _describe_fields(fields)
+    found = describe_fields(fields)
     if any(set(fields).issuperset(layout) for layout in _LAYOUTS):
         raise RowError(f"{found}, which format: {row_format.format} does not read; set format: auto")
     wanted = [layout[:1] if row_format.is_prompt else layout for layout in kept]
     known = ", ".join(" and ".join(layout) for layout in wanted)
-    raise RowError(f"{found}: expected {known}; set columns, such as {_suggest_columns(fields, wanted)}")
+    raise RowError(f"{found}: expected {known}; set columns, such as {suggest_columns(fields, wanted)}")
 
 
 def _is_chat(fields: Mapping[str, Any], layout: str) -> bool:
@@ -224,7 +224,7 @@ def _refuse_unused(fields: Mapping[str, Any], layout: str, row_format: RowFormat
             raise RowError(f'columns.{name}: "{theirs}" has no place in {kind}; {fix}, or leave columns.{name} out')
 
 
-def _suggest_columns(fields: Mapping[str, Any], wanted: Sequence[tuple[str, ...]]) -> str:
+def suggest_columns(fields: Mapping[str, Any], wanted: Sequence[tuple[str, ...]]) -> str:
     """Return a mapping that may be meant, as YAML: a wanted layout, if only the case of its names differs."""
     for name, value in fields.items():
         if isinstance(value, list) and value and isinstance(value[0], Mapping):
@@ -241,14 +241,15 @@ def _suggest_columns(fields: Mapping[str, Any], wanted: Sequence[tuple[str, ...]
         ours: next((name for name in texts if name.lower() in (ours, *words)), None) for ours, words in _WORDS.items()
     }
     rest = iter([name for name in texts if name not in guess.values()])
-    if len(texts) < 2:
+    if len(texts) < 2 or all(layout[0] != "instruction" for layout in wanted):
         return f"columns: {{text: {texts[0] if texts else '...'}}}"
     guess = {ours: name or (None if ours == "system" else next(rest, None)) for ours, name in guess.items()}
     guess["input"] = next((name for name in rest if name.lower() in ("input", "context")), None)
     return f"columns: {{{', '.join(f'{ours}: {name}' for ours, name in guess.items() if name)}}}"
 
 
-def _describe_fields(fields: Mapping[str, Any]) -> str:
+def describe_fields(fields: Mapping[str, Any]) -> str:
+    """Return which fields a row has, for an error."""
     return f"the row has: {', '.join(map(str, fields)) or 'no fields'}"
 
 
@@ -285,7 +286,7 @@ def _parse_chat(fields: Mapping[str, Any], layout: str, row_format: RowFormat) -
 def _parse_instruction(fields: Mapping[str, Any], layout: str, row_format: RowFormat) -> Example:
     """Return a request with its answer: a chat, or the text that Alpaca made of it."""
     request = _get_text(fields, layout)
-    about = _get_input(fields) if layout == "instruction" else ""
+    about = get_input(fields) if layout == "instruction" else ""
     question = {"role": "user", "content": f"{request}\n{about}" if about else request}
     earlier = _read_history(fields.get("history")) if layout == "instruction" else []
     messages = [*_get_system(fields, []), *earlier, question]
@@ -304,8 +305,12 @@ def _parse_instruction(fields: Mapping[str, Any], layout: str, row_format: RowFo
     return Chat(messages=messages, tools=parse_tools(fields.get("tools")), plain=plain if is_single else None)
 
 
-def _get_input(fields: Mapping[str, Any]) -> str:
-    """Return what a request is about; nothing where there is nothing."""
+def get_input(fields: Mapping[str, Any]) -> str:
+    """Return what a request is about, the field ``input``; nothing where there is nothing.
+
+    Raises:
+        RowError: It is no text.
+    """
     if fields.get("input") is None:
         return ""
     about = _get_text(fields, "input", may_be_empty=True)

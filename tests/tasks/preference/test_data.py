@@ -68,6 +68,12 @@ def show(data: PreferenceData, number: int = 0) -> str:
             AS_CHAT,
         ),
         (
+            {"instruction": "How much is", "input": "1 + 1?", "chosen": f" {GOOD}", "rejected": f" {BAD}"},
+            {"columns": PreferenceColumns(prompt="instruction")},
+            AS_TEXT.replace("is 1", "is\n1"),
+        ),
+        ({"question": QUESTION, "chosen": [USER, BETTER], "rejected": [USER, WORSE]}, {}, AS_CHAT),
+        (
             {
                 "dialog": [{"who": "human", "says": QUESTION}],
                 "w": {"who": "gpt", "says": GOOD},
@@ -104,7 +110,16 @@ def test_layouts_mean_a_prompt_with_completions(
         ({"prompt": "a", "chosen": [BETTER], "rejected": [WORSE]}, "('a'), not messages; give all three as"),
         ({"prompt": "a", "chosen": [BETTER], "rejected": "c"}, "('c'): expected the same form"),
         ({"prompt": [USER], "chosen": "b", "rejected": "c"}, "the prompt is a list of messages"),
-        ({"prompt": "a", "chosen": "b", "rejected": " "}, '"completion" is empty'),
+        ({"prompt": "a", "chosen": "b", "rejected": " "}, '"rejected" is empty'),
+        ({"prompt": "a", "chosen": "b", "rejected": None}, '"rejected" is empty; remove the row or set bad_rows: skip'),
+        ({"prompt": "a", "completion": None, "chosen": None, "rejected": None, "label": True}, '"completion" is empty'),
+        ({"chosen": 5, "rejected": 6}, '"chosen" is a number (5): expected text, or messages'),
+        # LLaMA-Factory: without its question, what the answers happen to begin with would be the prompt.
+        (
+            {"instruction": "Translate", "input": "Hund", "chosen": "The dog.", "rejected": "The cat."},
+            '"instruction" beside "chosen" and "rejected" is not read; set columns: {prompt: instruction}, or remove',
+        ),
+        ({"Question": "a", "chosen": [BETTER], "rejected": [WORSE]}, "is not read; set columns: {prompt: Question}"),
         (
             {"prompt": "a", "completion": "b", "label": "good"},
             "\"label\" must be true or false, it is a string ('good')",
@@ -180,6 +195,13 @@ def test_pairs_cannot_be_made_of_labels(tmp_path: Path) -> None:
     data = make(tmp_path, [{"prompt": "a", "completion": " b", "label": n % 2} for n in range(4)])
     with pytest.raises(ValueError, match="rows have a label, and loss_type learns of pairs; set loss_type: kto"):
         data.train_dataloader()
+
+
+def test_labelled_rows_beside_pairs_are_counted_where_the_loss_learns_of_pairs(tmp_path: Path) -> None:
+    pair, labelled = {"prompt": "a", "chosen": " b", "rejected": " c"}, {"prompt": "a", "completion": " b", "label": 1}
+    data = make(tmp_path, [labelled, pair, labelled])
+    with pytest.warns(UserWarning, match="train: 2 rows have a label, not chosen and rejected, and are left out; set"):
+        assert data.count_rows("train") == len(data.train_dataloader()) == 1
 
 
 def test_rows_that_fill_up_an_evaluation_learn_nothing(tmp_path: Path) -> None:
