@@ -11,7 +11,7 @@ from lit_fsdp.tasks.lr_schedule import LRSchedule
 from lit_fsdp.tasks.masked_lm import MaskedLM
 from lit_fsdp.tasks.preference import PreferenceColumns, PreferenceData, PreferenceTuning
 from lit_fsdp.tasks.pretrained import PretrainedTask
-from lit_fsdp.tasks.sequence_classification import LabeledTextData, SequenceClassification
+from lit_fsdp.tasks.sequence_classification import LabeledColumns, LabeledTextData, SequenceClassification
 from lit_fsdp.tasks.text_model import ModelKind
 from lit_fsdp.tasks.text_task import TextTask
 from lit_fsdp.tasks.tts import Sampling, SpeechData, SpeechEval, TextToSpeech
@@ -23,6 +23,7 @@ __all__ = [
     "ImageClassification",
     "ImageData",
     "LRSchedule",
+    "LabeledColumns",
     "LabeledTextData",
     "LoRA",
     "MaskedLM",

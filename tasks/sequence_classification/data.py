@@ -36,6 +36,8 @@ from lit_fsdp.tasks.sequence_classification.labels import (
     stack_targets,
 )
 from lit_fsdp.tasks.sequence_classification.rows import (
+    OF_PAIRS,
+    LabeledColumns,
     LabeledEncoder,
     LabeledFormat,
     PydocParagraphs,
@@ -46,7 +48,6 @@ from lit_fsdp.tasks.shares import Share
 from lit_fsdp.tasks.text.batches import Batch, PadRows, keep_exact
 from lit_fsdp.tasks.text.messages import RowError
 from lit_fsdp.tasks.text.preview import Piece, Preview
-from lit_fsdp.tasks.text.rows import Columns
 from lit_fsdp.tasks.text.sources import Part, Source, check_source, list_parts, read_parts
 from lit_fsdp.tasks.text.tokenizer import (
     TrainTokenizer,
@@ -58,7 +59,7 @@ from lit_fsdp.tasks.text.tokenizer import (
 )
 from lit_fsdp.tasks.text.tokens import TokenStore
 
-CACHE_VERSION = 2  # raise it when the same settings give other tokens or labels than before
+CACHE_VERSION = 3  # raise it when the same settings give other tokens or labels than before
 _PYDOC = "pydoc"
 _NUM_REPORTED = 3  # rows
 
@@ -68,8 +69,8 @@ class LabeledTextData(TaskData):
 
     A source is one of those of ``TextData``. Its rows hold ``text``, or ``messages``, and ``label``: the name or the
     number of a class, a list of these, or a number to predict. Rows of a reward model hold ``chosen`` and ``rejected``,
-    and ``prompt`` if these do not begin with it: all texts, or all lists of messages. ``pydoc`` is 8 topics of Python's
-    own language reference: its paragraphs are to be told apart.
+    and ``prompt`` if these do not begin with it, in the layouts of pairs that ``PreferenceData`` reads. ``pydoc`` is 8
+    topics of Python's own language reference: its paragraphs are to be told apart.
 
     Args:
         train: Source to train on.
@@ -122,7 +123,7 @@ class LabeledTextData(TaskData):
         predict_split: str | None = None,
         problem_type: ProblemType | None = None,
         classes: list[str] | None = None,
-        columns: Columns | None = None,
+        columns: LabeledColumns | None = None,
         label: str = "label",
         bad_rows: Literal["error", "skip"] = "error",
         tokenizer: str | TrainTokenizer,
@@ -160,8 +161,12 @@ class LabeledTextData(TaskData):
             raise ValueError(f"classes: got {len(classes)} of them with problem_type {problem_type!r}; leave them out")
         if classes is not None and (len(set(classes)) < len(classes) or len(classes) < 2):
             raise ValueError(f"classes: got {classes}: expected two or more, each once")
+        columns = columns or LabeledColumns()
+        named = [name for name, theirs in asdict(columns).items() if theirs is not None and name in OF_PAIRS]
+        if named and problem_type != REWARD:
+            raise ValueError(f"columns.{named[0]}: only pairs have one; set problem_type: reward, or leave it out")
         self.given_problem, self.given_classes = problem_type, classes
-        self.labeled = LabeledFormat(columns=columns or Columns(), label=label, is_pair=problem_type == REWARD)
+        self.labeled = LabeledFormat(columns=columns, label=label, is_pair=problem_type == REWARD)
         self.skips_bad_rows = bad_rows == "skip"
         self.tokenizer_setting = tokenizer
         self.chat_template = None if chat_template is None else read_chat_template(chat_template)

@@ -3,23 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
-from lit_fsdp.tasks.row_files import Row, describe, show_controls
+from lit_fsdp.tasks.row_files import Row, show_controls
 from lit_fsdp.tasks.sequence_classification.labels import LabelWriter, Value, read_label
 from lit_fsdp.tasks.text.messages import RowError
-from lit_fsdp.tasks.text.rows import Columns, Example, PromptCompletion, RowFormat, Text, list_texts, parse_row
+from lit_fsdp.tasks.text.pairs import name_fields, split_pair
+from lit_fsdp.tasks.text.rows import (
+    PAIR,
+    Columns,
+    Example,
+    PromptCompletion,
+    RowFormat,
+    Text,
+    describe_fields,
+    list_texts,
+    list_unread,
+    parse_row,
+    suggest_columns,
+)
 from lit_fsdp.tasks.text.sources import PydocPart
 from lit_fsdp.tasks.text.tokens import NUM_AT_ONCE, NUM_NAMED, Encoded, Encoder, TokenWriter
 
-PAIR = ("chosen", "rejected")
+OF_PAIRS = ("prompt", *PAIR)  # columns
+_OF_TEXTS = ("text", "messages", "role", "content", "system", "tools")
+_LAYOUTS = (("text",), ("messages",), ("conversations",))
+_OTHER_LAYOUTS = ("prompt", "instruction")  # which begin those of TextData that have no place for a label
+_JOIN = "; texts in several fields, such as pairs, are not read: join them in one"
 _NUM_TOPICS = 8
 _LEAST = 40  # characters of a paragraph that says what it is about
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabeledColumns:
+    """The fields of your rows, where they have names of their own.
+
+    Args:
+        text: The text that has a label.
+        messages: A list of messages, instead of a text.
+        prompt: Of a pair: text, or messages, that both answers follow.
+        chosen: Of a pair: the better answer, text or messages.
+        rejected: The worse one, in the same form.
+        role: Of a message: who speaks.
+        content: Of a message: what is said.
+        system: A system message beside the others.
+        tools: The tools of a chat, as a list or its JSON.
+    """
+
+    text: str | None = None
+    messages: str | None = None
+    prompt: str | None = None
+    chosen: str | None = None
+    rejected: str | None = None
+    role: str | None = None
+    content: str | None = None
+    system: str | None = None
+    tools: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +77,7 @@ class LabeledFormat:
         is_labeled: Whether rows need a label.
     """
 
-    columns: Columns = field(default_factory=Columns)
+    columns: LabeledColumns = field(default_factory=LabeledColumns)
     label: str = "label"
     is_pair: bool = False
     is_labeled: bool = True
@@ -75,37 +119,52 @@ def parse_labeled(row: Row, labeled: LabeledFormat) -> LabeledRow:
     """
     if row.problem is not None:
         raise RowError(row.problem)
-    row_format = RowFormat(columns=labeled.columns, loss_on="all")
+    names = {ours: theirs for ours, theirs in asdict(labeled.columns).items() if theirs is not None}
     if labeled.is_pair:
-        return LabeledRow(texts=[parse_row(one, row_format) for one in _split_pair(row)], label=None)
+        return LabeledRow(texts=_parse_pair(row, names), label=None)
     if labeled.is_labeled and labeled.label not in row.fields and set(PAIR) <= row.fields.keys():
         raise RowError('"chosen" and "rejected" make a reward model; set problem_type: reward')
-    fields = {name: value for name, value in row.fields.items() if name != labeled.label}
-    example = parse_row(replace(row, fields=fields), row_format)
-    if isinstance(example, PromptCompletion):
-        raise RowError("a prompt with its completion: expected text, or messages; name yours, as columns: {text: ...}")
+    example = _parse_text(row, names, labeled.label)
     if not labeled.is_labeled:
         return LabeledRow(texts=[example], label=None)
     if row.fields.get(labeled.label) is None:
-        has = ", ".join(map(str, row.fields))
-        raise RowError(f'"{labeled.label}" is missing (the row has: {has}); set label to the field of the label')
+        raise RowError(
+            f'"{labeled.label}" is missing ({describe_fields(row.fields)}); set label to the field of the label'
+        )
     return LabeledRow(texts=[example], label=read_label(row.fields[labeled.label]))
 
 
-def _split_pair(row: Row) -> Iterator[Row]:
-    """Yield the two answers of a pair, each with the prompt before it."""
-    prompt = row.fields.get("prompt")
-    for name in PAIR:
-        answer = row.fields.get(name)
-        if isinstance(answer, str) and answer.strip() and (prompt is None or isinstance(prompt, str)):
-            yield replace(row, fields={"text": (prompt or "") + answer})
-        elif isinstance(answer, list) and (prompt is None or isinstance(prompt, list)):
-            yield replace(row, fields={"messages": [*(prompt or []), *answer]})
-        elif answer is None or answer == "":
-            raise RowError(f'"{name}" is missing (the row has: {", ".join(map(str, row.fields))})')
-        else:
-            kinds = f'"{name}" is {describe(answer)}, and "prompt" {describe(prompt)}'
-            raise RowError(f"{kinds}: expected both as strings, or both as lists of messages")
+def _parse_text(row: Row, names: Mapping[str, str], label: str) -> Example:
+    """Return the text or chat of a row."""
+    fields = {name: value for name, value in row.fields.items() if name != label}
+    if not any(names.get(name, name) in fields for (name,) in _LAYOUTS):
+        has_several = sum(isinstance(value, str) for value in fields.values()) > 1
+        raise RowError(
+            f"{describe_fields(row.fields)}: expected text, or messages; set columns, such as "
+            f"{suggest_columns(fields, _LAYOUTS[:2])}{_JOIN * has_several}"
+        )
+    if "text" not in names and fields.get("text_pair"):
+        raise RowError('"text_pair" beside "text" is not read' + _JOIN)
+    fields = {name: value for name, value in fields.items() if name in names.values() or name not in _OTHER_LAYOUTS}
+    columns = Columns(**{ours: theirs for ours, theirs in names.items() if ours in _OF_TEXTS})
+    return parse_row(replace(row, fields=fields), RowFormat(columns=columns, loss_on="all"))
+
+
+def _parse_pair(row: Row, names: Mapping[str, str]) -> list[Example]:
+    """Return the two answers of a pair, each with the prompt before it."""
+    of_rows = {ours: theirs for ours, theirs in names.items() if ours not in ("text", "role", "content")}
+    fields = name_fields(row.fields, of_rows)
+    if missing := next((name for name in PAIR if name not in fields), None):
+        raise RowError(f'"{missing}" is missing ({describe_fields(row.fields)}); set columns.{missing}')
+    row_format = RowFormat(columns=Columns(role=names.get("role"), content=names.get("content")), loss_on="all")
+    texts: list[Example] = []
+    for answer in split_pair(fields, needs_prompt=False):
+        one = replace(row, fields=answer)
+        text = parse_row(one, row_format)
+        if unread := list_unread(one, row_format):
+            raise RowError(f'"{unread[0]}" has no place in a pair of texts; give prompt and answers as messages')
+        texts.append(Text(text=text.prompt + text.completion) if isinstance(text, PromptCompletion) else text)
+    return texts
 
 
 def list_labeled_texts(rows: Iterable[Row], labeled: LabeledFormat, *, skip_bad_rows: bool) -> Iterator[str]:

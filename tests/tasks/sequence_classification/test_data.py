@@ -9,7 +9,7 @@ import torch
 from text_tasks import save_tokenizer, write_rows
 from transformers import AutoTokenizer
 
-from lit_fsdp.tasks import LabeledTextData, TrainTokenizer
+from lit_fsdp.tasks import LabeledColumns, LabeledTextData, TrainTokenizer
 from lit_fsdp.tasks.sequence_classification.labels import stack_targets
 from lit_fsdp.tasks.text.batches import read_exact
 
@@ -73,6 +73,126 @@ def test_chats_and_pairs_are_rendered_and_long_pairs_left_out(make: Any, tokeniz
     assert texts[:2] == ["user: count\nassistant: one\n", "user: count\nuser: count\n"]
     assert len(texts) == 4
     assert batch["labels"].tolist() == [1, 1]
+
+
+USER = {"role": "user", "content": "ok?"}
+YES, NO = ({"role": "assistant", "content": text} for text in ("yes", "no"))
+AS_CHATS = ["user: ok?\nassistant: yes\n", "user: ok?\nassistant: no\n"]
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "texts"),
+    [
+        ({"chosen": "yes", "rejected": "no"}, {}, ["yes", "no"]),
+        ({"prompt": "ok? ", "chosen": "yes", "rejected": "no", "margin": 1.0}, {}, ["ok? yes", "ok? no"]),
+        ({"question": "ok? ", "chosen": "yes", "rejected": "no"}, {"prompt": "question"}, ["ok? yes", "ok? no"]),
+        (
+            {"instruction": "is", "input": "it? ", "better": "yes", "worse": "no"},
+            {"prompt": "instruction", "chosen": "better", "rejected": "worse"},
+            ["is\nit? yes", "is\nit? no"],
+        ),
+        ({"chosen": [USER, YES], "rejected": [USER, NO]}, {}, AS_CHATS),
+        ({"chosen": [YES], "rejected": [NO]}, {}, ["assistant: yes\n", "assistant: no\n"]),
+        ({"prompt": [USER], "chosen": [YES], "rejected": [NO]}, {}, AS_CHATS),
+        ({"prompt": [USER], "chosen": [USER, YES], "rejected": [USER, NO]}, {}, AS_CHATS),
+        ({"prompt": "ok?", "chosen": [USER, YES], "rejected": [USER, NO]}, {}, AS_CHATS),
+        ({"messages": [USER], "chosen": YES, "rejected": NO}, {}, AS_CHATS),
+        ({"dialog": [USER], "chosen": YES, "rejected": NO}, {"messages": "dialog"}, AS_CHATS),
+        (
+            {"conversations": [{"from": "human", "value": "ok?"}], "chosen": YES, "rejected": NO, "system": "s"},
+            {},
+            [f"system: s\n{text}" for text in AS_CHATS],
+        ),
+        (
+            {"chosen": [USER, YES], "rejected": [USER, NO], "sys": "s"},
+            {"system": "sys"},
+            [f"system: s\n{t}" for t in AS_CHATS],
+        ),
+        (
+            {
+                "q": [{"who": "user", "says": "ok?"}],
+                "chosen": {"who": "gpt", "says": "yes"},
+                "rejected": {"who": "gpt", "says": "no"},
+            },
+            {"prompt": "q", "role": "who", "content": "says"},
+            AS_CHATS,
+        ),
+    ],
+)
+def test_pairs_of_a_reward_are_read_as_those_of_preferences(
+    make: Any, row: dict[str, Any], columns: dict[str, str], texts: list[str]
+) -> None:
+    data = make(rows=[row], problem_type="reward", columns=LabeledColumns(**columns))
+    data.setup("fit")
+    (shown,) = data.make_preview("train", 1).rows
+    assert "".join(piece.text for piece in shown) == f"[chosen] {texts[0]}[rejected] {texts[1]}"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "ok?", "chosen": "yes", "rejected": "no"}, r"is not read; set columns: \{prompt: question\}"),
+        (
+            {"instruction": "a", "input": "b", "chosen": "yes", "rejected": "no"},
+            r"set columns: \{prompt: instruction\}",
+        ),
+        ({"prompt": "a", "chosen": "yes", "rejected": "yes"}, '"chosen" and "rejected" are the same; remove the row'),
+        ({"prompt": "a", "chosen": "yes", "rejected": None}, '"rejected" is empty; remove the row or set bad_rows'),
+        ({"prompt": "a", "chosen": [YES], "rejected": [NO]}, "not messages; give all three as messages"),
+        ({"prompt": "a", "chosen": "yes", "rejected": "no", "system": "s"}, '"system" has no place in a pair of texts'),
+        (
+            {"chosen": "yes", "rejected": "no", "tools": TOOLS},
+            '"tools" has no place in a pair of texts; give prompt and',
+        ),
+        (
+            {"prompt": "a", "chosen": "yes"},
+            r'"rejected" is missing \(the row has: prompt, chosen\); set columns.rejected',
+        ),
+    ],
+)
+def test_pairs_of_a_reward_that_would_lose_something_are_refused(make: Any, row: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"train: .*rows.jsonl line 1: .*{message}"):
+        make(rows=[row], problem_type="reward").setup("fit")
+
+
+def test_columns_of_pairs_are_refused_where_rows_have_a_label(make: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"columns\.chosen: only pairs have one; set problem_type: reward, or leave it"
+    ):
+        make("a", "b", columns=LabeledColumns(chosen="better"))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"premise": "a", "hypothesis": "b"},
+            r"the row has: premise, hypothesis, label: expected text, or messages.*\{text: premise\}; texts in",
+        ),
+        ({"text": "a", "text_pair": "b"}, '"text_pair" beside "text" is not read; texts in several fields, such as'),
+        (
+            {"instruction": "a", "output": "b"},
+            r"expected text, or messages; set columns, such as columns: \{text: instr",
+        ),
+        (
+            {"prompt": "a", "completion": "b"},
+            r"expected text, or messages; set columns, such as columns: \{text: prompt",
+        ),
+        ({"body": "a"}, r"the row has: body, label: expected .*such as columns: \{text: body\}$"),
+        ({"dialog": [USER]}, r"columns: \{messages: dialog\}$"),
+    ],
+)
+def test_only_text_and_messages_can_have_a_label(make: Any, row: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=rf"train: .*rows.jsonl line 1: .*{message}"):
+        make(rows=[{**row, "label": "x"}]).setup("fit")
+
+
+@pytest.mark.parametrize("row", [{"text": "a", "text_pair": "b"}, {"instruction": "b", "output": "c", "text": "a"}])
+def test_a_text_that_columns_name_is_read_whatever_is_beside_it(make: Any, row: dict[str, Any]) -> None:
+    data = make(rows=[{**row, "label": label} for label in "xy"], columns=LabeledColumns(text="text"))
+    data.setup("fit")
+    assert data.make_preview("train", 1).rows[0][1].text == "a"
 
 
 def test_long_texts_are_cut_as_the_tokenizer_cuts(make: Any, tokenizer: str) -> None:
