@@ -11,12 +11,13 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lit_fsdp.cache import build_once, get_cache_dir, hash_files, make_key, read_digests
+from lit_fsdp.errors import join_names
 from lit_fsdp.reporting.sections import Section
 from lit_fsdp.tasks.data import DEFAULT_SPLITS, SPLITS_OF_STAGE, Split, TaskData, check_least
 from lit_fsdp.tasks.length_groups import compute_efficiency
@@ -83,8 +84,8 @@ class LabeledTextData(TaskData):
         test_split: The same for ``test``; ``test`` if not given.
         predict_split: The same for ``predict``; ``test`` if not given.
         problem_type: What labels are: ``single_label_classification``, ``multi_label_classification``, ``regression``,
-            or ``reward`` for pairs. If not given, lists are several labels, numbers with a fraction are values to
-            predict, and all else names a class.
+            or ``reward`` for pairs. If not given, lists are several labels; where all labels are numbers, and some
+            have a point, such as 1.0, they are values to predict; all else names a class.
         classes: Names of the classes, in the order of the model's outputs. If not given, those of ``train``: sorted,
             or 0 to the largest where labels are whole numbers.
         columns: The fields of your rows, where they have names of their own.
@@ -368,19 +369,34 @@ class LabeledTextData(TaskData):
         store = TokenStore(build_once(self.cache_dir / "labeled" / self._make_key(parts, **facts), build))
         self._tell(split, store)
         if labeled.is_labeled and not labeled.is_pair:
-            labels = Labels(store.folder)
             try:
-                self._problem = labels.find_problem(self._problem)
-                if self._problem == REGRESSION and self.given_classes is not None:
-                    raise ValueError(
-                        f"classes: got {len(self.given_classes)} of them, and a label is a number with a fraction, "
-                        "which names none; leave classes out, or write labels as they are in classes"
-                    )
-                if self._classes is None and self._problem != REGRESSION:
-                    self._classes = labels.list_classes()
+                self._set_problem(split, Labels(store.folder))
             except ValueError as error:
                 raise ValueError(f"{split}: {error}") from error
         return store
+
+    def _set_problem(self, split: Split, labels: Labels) -> None:
+        """Set what is learned of labels and the names of classes, unless they are known."""
+        if split == "train" and labels.are_full:
+            raise ValueError(
+                f"every row lists all of the labels {join_names([str(value) for value in labels.values])}: expected "
+                "the classes that apply, not 0 or 1 for each class"
+            )
+        is_known = self._problem is not None
+        self._problem = labels.find_problem(self._problem, has_classes=self.given_classes is not None)
+        if self._problem != REGRESSION:
+            self._classes = self._classes or labels.list_classes()
+            return
+        if self.given_classes is not None:
+            raise ValueError(
+                f"classes: got {len(self.given_classes)} of them, and a label is a number with a fraction, "
+                "which names none; leave classes out, or write labels as they are in classes"
+            )
+        if not is_known:
+            rank_zero_info(
+                f"{split}: labels such as {labels.decimal} are numbers to predict (regression); to have classes, set "
+                f"data.problem_type: {SINGLE}"
+            )
 
     def _tell(self, split: Split, store: TokenStore) -> None:
         counts = store.summary

@@ -37,7 +37,7 @@ Value = str | int | float
 
 
 def read_label(value: object) -> list[Value] | Value:
-    """Return a label, numbers in text as numbers.
+    """Return a label as it is written: what text that is a number means depends on the labels of all rows.
 
     Raises:
         RowError: It is none.
@@ -45,8 +45,7 @@ def read_label(value: object) -> list[Value] | Value:
     if not isinstance(value, list):
         return _read_one(value)
     labels = [_read_one(one) for one in value]
-    numbers = [label for one, label in zip(value, labels, strict=True) if not isinstance(one, str)]
-    if len(set(numbers)) < len(numbers) or any(isinstance(number, float) for number in numbers):
+    if len(set(map(str, labels))) < len(labels) or any(isinstance(label, float) for label in labels):
         raise RowError(f"the label is {value}: expected the classes that apply, each once, not 0 or 1 for each class")
     return labels
 
@@ -63,13 +62,9 @@ def _read_one(value: object) -> Value:
         return str(value).lower()
     if isinstance(value, str):
         value = value.strip()
-        if _INTEGER.fullmatch(value):
-            value = int(value)
-        elif _FRACTION.fullmatch(value):
-            value = float(value)
-        elif value == "":
+        if value == "":
             raise RowError("the label is empty: expected a name or a number")
-        elif _spells_list(value):  # in a table, which has no lists
+        if _spells_list(value):  # in a table, which has no lists
             raise RowError(
                 f"the label is the text {value!r}: several classes need a list, as JSON lines or Parquet have"
             )
@@ -78,6 +73,28 @@ def _read_one(value: object) -> Value:
     if isinstance(value, str | int | float):
         return value
     raise RowError(f"the label must be a name, a number, or a list of them, it is {describe(value)}")
+
+
+def _read_number(value: Value) -> int | float | None:
+    """Return the number that a label is, as text too; ``None`` if it is a name."""
+    if not isinstance(value, str):
+        return value
+    if _INTEGER.fullmatch(value):
+        return int(value)
+    number = float(value) if _FRACTION.fullmatch(value) else math.nan
+    return number if math.isfinite(number) else None
+
+
+def _read_whole(value: Value) -> int | None:
+    """Return the whole number that a label is, which 2.0 is too."""
+    number = _read_number(value)
+    return int(number) if number is not None and number == int(number) else None
+
+
+def _list_spellings(value: Value) -> list[str]:
+    """Return the names of classes that a label can mean, the first that there is."""
+    whole = _read_whole(value)
+    return [str(value)] if whole is None else [str(value), str(whole), f"{whole}.0"]
 
 
 class LabelWriter:
@@ -124,45 +141,57 @@ class Labels:
         """Return the places in ``values`` of the labels of a row: one, or any number where labels are lists."""
         return self._codes[self._ends[row - 1] if row else 0 : self._ends[row]]
 
-    def find_problem(self, given: ProblemType | None) -> ProblemType:
+    @property
+    def are_full(self) -> bool:
+        """Whether each row lists all labels that any has, two or more: as lists of 0 and 1 for two classes do."""
+        return self.are_lists and len(self.values) > 1 and len(self._codes) == len(self._ends) * len(self.values)
+
+    @property
+    def decimal(self) -> Value | None:
+        """The first label that is a number with a point or an exponent, such as 1.0."""
+        return next((value for value in self.values if isinstance(_read_number(value), float)), None)
+
+    def find_problem(self, given: ProblemType | None, *, has_classes: bool) -> ProblemType:
         """Return what these labels are of: as given, else by what they are.
+
+        Args:
+            given: What they are known to be of.
+            has_classes: Whether classes have names, so that a number in text is one.
 
         Raises:
             ValueError: They cannot be of what is given.
         """
-        numbers = [value for value in self.values if not isinstance(value, str)]
-        found = REGRESSION if any(isinstance(value, float) for value in numbers) else SINGLE
+        name = next((value for value in self.values if _read_number(value) is None), None)
+        fractions = [value for value in self.values if isinstance(value, float) and not value.is_integer()]
+        are_numbers = fractions or (not has_classes and self.decimal is not None)
+        found = REGRESSION if name is None and are_numbers else SINGLE
         problem = given or (MULTI if self.are_lists else found)
         if (problem == MULTI) != self.are_lists:
             kind = "lists" if self.are_lists else f"no lists, such as {self.values[0]!r}"
             other = MULTI if self.are_lists else f"{SINGLE} or {REGRESSION}"
-            raise ValueError(f"{_SETTING}: got {problem!r}: the labels are {kind}; set {other}")
-        if problem == REGRESSION and len(numbers) < len(self.values):
-            name = next(value for value in self.values if isinstance(value, str))
-            raise ValueError(f"{_SETTING}: got {problem!r}: a label is {name!r}, which is no number; set {SINGLE}")
-        if problem != REGRESSION and any(isinstance(value, float) for value in numbers):
-            number = next(value for value in numbers if isinstance(value, float))
-            raise ValueError(f"{_SETTING}: got {problem!r}: a label is {number}, which is no class; set {REGRESSION}")
+            raise ValueError(f"{_SETTING} is {problem!r}: the labels are {kind}; set {other}")
+        if problem == REGRESSION and name is not None:
+            raise ValueError(f"{_SETTING} is {problem!r}: a label is {name!r}, which is no number; set {SINGLE}")
+        if problem != REGRESSION and name is None and fractions:
+            raise ValueError(
+                f"{_SETTING} is {problem!r}: a label is {fractions[0]}, which is no class; set {REGRESSION}"
+            )
         return problem
 
     def list_classes(self) -> list[str]:
         """Return the names of the classes there are: sorted, or all numbers up to the largest.
 
         Raises:
-            ValueError: Some are numbers, and others are names; or there is but one, or are far more than labels.
+            ValueError: Some are numbers, and others are names; or there is but one, or are far more than labels; or a
+                number is below 0.
         """
-        numbers = [value for value in self.values if isinstance(value, int)]
-        if len(numbers) not in (0, len(self.values)):
-            name = next(value for value in self.values if isinstance(value, str))
+        name = next((v for v in self.values if isinstance(v, str) and not _INTEGER.fullmatch(v)), None)
+        number = next((value for value in self.values if not isinstance(value, str)), None)
+        if name is not None and number is not None:
             raise ValueError(
-                f"labels are names and numbers, such as {name!r} and {numbers[0]}; make all names, or set classes"
+                f"labels are names and numbers, such as {name!r} and {number}; make all names, or set classes"
             )
-        if numbers and (num_classes := max(numbers) + 1) > max(_MANY, 10 * len(numbers)):
-            raise ValueError(
-                f"a label is {num_classes - 1}: there would be {num_classes} classes, of which {len(numbers)} have "
-                f"rows; set classes, or {_SETTING}: {REGRESSION}"
-            )
-        names = [str(i) for i in range(max(numbers) + 1)] if numbers else sorted(map(str, self.values))
+        names = self._list_whole_numbers() if name is None else sorted(map(str, self.values))
         if len(names) < 2:
             raise ValueError(
                 f"all labels are {names[0]!r}: expected two classes or more; set classes"
@@ -171,25 +200,42 @@ class Labels:
             )
         return names
 
+    def _list_whole_numbers(self) -> list[str]:
+        """Return 0 to the largest of labels that are whole numbers."""
+        numbers = sorted({int(value) for value in self.values})
+        if not numbers:
+            return []
+        if numbers[0] < 0:
+            names = f": {[str(number) for number in numbers]}" if len(numbers) <= _SHOWN else " to the names of all"
+            raise ValueError(f"a label is {numbers[0]}, and numbers of classes begin with 0; set classes{names}")
+        num_classes = numbers[-1] + 1
+        if num_classes > max(_MANY, 10 * len(numbers)):
+            raise ValueError(
+                f"a label is {num_classes - 1}: there would be {num_classes} classes, of which {len(numbers)} have "
+                f"rows; set classes, or {_SETTING}: {REGRESSION}"
+            )
+        return [str(i) for i in range(num_classes)]
+
+    def list_numbers(self) -> NDArray[np.float32]:
+        """Return the number that each of ``values`` is."""
+        return np.asarray([_read_number(value) for value in self.values], dtype=np.float32)
+
     def number_classes(self, classes: Sequence[str]) -> NDArray[np.int64]:
         """Return the number of the class of each of ``values``.
 
         Raises:
             ValueError: One is none of them.
         """
-        places: dict[Value, int] = {name: i for i, name in enumerate(classes)}
-        are_names = all(str(value) in places for value in self.values)
-        if not are_names and all(isinstance(value, int) for value in self.values):
-            places = {i: i for i in range(len(classes))}  # a data set numbers its classes
-        numbers = []
-        for value in self.values:
-            place = places.get(value, places.get(str(value)))
-            if place is None:
-                known = f"the classes are {join_names(classes[:_FEW])}" + (" ..." if len(classes) > _FEW else "")
-                hint = suggest(str(value), list(classes), known)
-                raise ValueError(f"a label is {value!r}, which is none of the {len(classes)} classes: {hint}")
-            numbers.append(place)
-        return np.asarray(numbers, dtype=np.int64)
+        places = {name: i for i, name in enumerate(classes)}
+        found = [next((places[n] for n in _list_spellings(v) if n in places), None) for v in self.values]
+        if None in found and None not in (whole := [_read_whole(value) for value in self.values]):
+            found = [number if number in range(len(classes)) else None for number in whole]  # a data set numbers them
+        if None in found:
+            value = self.values[found.index(None)]
+            known = f"the classes are {join_names(classes[:_FEW])}" + (" ..." if len(classes) > _FEW else "")
+            hint = suggest(value, list(classes), known) if isinstance(value, str) else known
+            raise ValueError(f"a label is {value!r}, which is none of the {len(classes)} classes: {hint}")
+        return np.asarray(found, dtype=np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,8 +270,7 @@ def make_targets(labels: Labels, problem: ProblemType, classes: Sequence[str]) -
     Raises:
         ValueError: A label is none of them.
     """
-    numbers: Any = np.asarray(labels.values, dtype=np.float32) if problem == REGRESSION else None
-    numbers = labels.number_classes(classes) if numbers is None else numbers
+    numbers: Any = labels.list_numbers() if problem == REGRESSION else labels.number_classes(classes)
     return Targets(labels=labels, problem=problem, numbers=numbers, num_classes=len(classes))
 
 

@@ -42,6 +42,9 @@ def make(tmp_path: Path, tokenizer: str) -> Any:
         ([["b", "a"], []], "multi_label_classification", ["a", "b"], torch.tensor([[1.0, 1.0], [0.0, 0.0]])),
         (["[UNK]", "[b"], "single_label_classification", ["[UNK]", "[b"], torch.tensor([0, 1])),
         (["01", "1_0"], "single_label_classification", ["01", "1_0"], torch.tensor([0, 1])),  # names, as they are
+        (["1.0", "2.0-beta"], "single_label_classification", ["1.0", "2.0-beta"], torch.tensor([0, 1])),  # one is none
+        (["1", "a"], "single_label_classification", ["1", "a"], torch.tensor([0, 1])),
+        ([["3.10", "3.9"], []], "multi_label_classification", ["3.10", "3.9"], torch.tensor([[1.0, 1.0], [0.0, 0.0]])),
         ([1, 2.5], "regression", None, torch.tensor([1.0, 2.5])),
         (["-1e-1", "+.5"], "regression", None, torch.tensor([-0.1, 0.5])),
     ],
@@ -237,6 +240,11 @@ def test_rows_that_fill_up_a_batch_have_no_label() -> None:
         (["a", ""], {}, "line 2: the label is empty: expected a name or a number"),
         (["a", '["b"]'], {}, r"""the label is the text '\["b"\]': several classes need a list, as JSON lines or"""),
         (["a", 1], {}, "labels are names and numbers, such as 'a' and 1"),
+        (
+            ["1.0", "2.0-beta"],
+            {"problem_type": "regression"},
+            "data.problem_type is 'regression': a label is '2.0-beta', which is no number; set single_label",
+        ),
         (["a", "b"], {"problem_type": "regression"}, "a label is 'a', which is no number; set single_label"),
         (
             [0.5, 1],
@@ -248,6 +256,13 @@ def test_rows_that_fill_up_a_batch_have_no_label() -> None:
         ([[0, 1, 0], [1, 0, 0]], {}, "the classes that apply, each once, not 0 or 1 for each class"),
         ([[0.0, 1.0], [1.0, 0.0]], {}, "not 0 or 1 for each class"),
         ([[True, False, True], [False, True, True]], {}, "not 0 or 1 for each class"),
+        ([["0", "1", "0"], ["1", "0", "0"]], {}, "line 1: the label is .* each once, not 0 or 1 for each class"),
+        ([[0, 1], [1, 0]], {}, "train: every row lists all of the labels 0, 1: expected the classes that apply, not 0"),
+        ([["0", "1"], ["1", "0"]], {"classes": ["a", "b"]}, "every row lists all of the labels 0, 1"),
+        ([-1, 1], {}, r"a label is -1, and numbers of classes begin with 0; set classes: \['-1', '1'\]$"),
+        ([[-1], [1]], {}, r"set classes: \['-1', '1'\]$"),
+        ([-1, 1], {"classes": ["a", "b"]}, "a label is -1, which is none of the 2 classes: the classes are a, b"),
+        ([0.5, "a"], {}, "labels are names and numbers, such as 'a' and 0.5; make all names, or set classes"),
         ([0, 10**9], {}, "there would be 1000000001 classes, of which 2 have rows; set classes, or data.problem_type"),
         (["a", "a"], {}, "all labels are 'a': expected two classes or more"),
         ([[], []], {}, "all labels are empty lists; set classes"),
@@ -261,6 +276,44 @@ def test_labels_that_mean_nothing_are_refused(make: Any, labels: list[Any], opti
     with pytest.raises(ValueError, match=message):
         data.setup("fit")
         data.train_dataloader()
+
+
+@pytest.mark.parametrize(
+    ("labels", "settings", "classes", "expected"),
+    [
+        # pandas makes decimals of whole numbers with gaps.
+        ([2.0, 0.0], {"problem_type": "single_label_classification"}, ["0", "1", "2"], [2, 0]),
+        (["3.10", "3.9"], {"problem_type": "single_label_classification"}, ["3.10", "3.9"], [0, 1]),
+        (["3.10", "3.9"], {"classes": ["3.9", "3.10"]}, ["3.9", "3.10"], [1, 0]),
+        (["2.0", "0.0"], {"classes": ["bad", "so", "good"]}, ["bad", "so", "good"], [2, 0]),  # a CSV file
+        ([2.0, 0.0], {"classes": ["bad", "so", "good"]}, ["bad", "so", "good"], [2, 0]),
+        ([2.0, 1.0], {"classes": ["1", "2", "3"]}, ["1", "2", "3"], [1, 0]),
+        ([2, 1.0], {"classes": ["1.0", "2.0"]}, ["1.0", "2.0"], [1, 0]),
+        ([1, "-1"], {"classes": ["-1", "1"]}, ["-1", "1"], [1, 0]),
+    ],
+)
+def test_decimals_are_classes_where_classes_are_set(
+    make: Any, labels: list[Any], settings: Any, classes: list[str], expected: list[int]
+) -> None:
+    data = make(*labels, **settings)
+    data.setup("fit")
+    assert (data.problem_type, data.classes) == ("single_label_classification", classes)
+    (batch,) = data.train_dataloader()
+    assert batch["labels"].tolist() == expected
+
+
+@pytest.mark.parametrize("labels", [[0.0, 1.0, 2.0], ["0", "1.0"], [1, 2.5]])
+def test_a_line_says_that_decimals_are_regression_and_how_to_have_classes(
+    make: Any, labels: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        make(*labels).setup("fit")
+        make(*labels, problem_type="regression").setup("fit")
+    shown = next(label for label in labels if "." in str(label))
+    line = (
+        f"labels such as {shown} are numbers to predict (regression); to have classes, set data.problem_type: single_"
+    )
+    assert caplog.text.count(line) == 1
 
 
 @pytest.mark.parametrize(
