@@ -197,7 +197,24 @@ class UnitInternals:
 
     def __init__(self, group: Any) -> None:
         self._group = group
-        self._changed: list[str] = []
+        self._changed: list[tuple[str, Any]] = []
+
+    @property
+    def module(self) -> nn.Module:
+        """The module of the unit, the first if there are several."""
+        module: nn.Module = self._group.modules[0]
+        return module
+
+    @property
+    def ranks(self) -> list[Any]:
+        """The ranks that it is sharded over, nested as its mesh is."""
+        ranks: list[Any] = self._group.mesh_info.mesh.mesh.tolist()
+        return ranks
+
+    @property
+    def is_split(self) -> bool:
+        """Whether several ranks hold parts of it, and send them to gather it."""
+        return getattr(self._group.mesh_info, "shard_mesh_size", 1) > 1
 
     @property
     def copies_in_compute(self) -> bool:
@@ -224,6 +241,18 @@ class UnitInternals:
 
         self._replace("unshard", wait_and_gather)
 
+    def call_after_gather(self, function: Callable[[], None]) -> None:
+        """Call a function whenever a gather has begun, or a copy from the host."""
+        group, gather = self._group, self._group.unshard
+
+        def gather_and_call(async_op: bool = False) -> None:
+            was_begun = group._all_gather_result is not None
+            gather(async_op)
+            if not was_begun and group._all_gather_result is not None:
+                function()
+
+        self._replace("unshard", gather_and_call)
+
     def call_before_forward(self, function: Callable[[], None]) -> None:
         """Call a function for each forward that the unit will reduce gradients of; not where one is computed again."""
         register = self._group._register_post_backward_hook
@@ -233,6 +262,24 @@ class UnitInternals:
             return register(args, kwargs)
 
         self._replace("_register_post_backward_hook", note_and_register)
+
+    def list_reduced(self) -> tuple[bool, ...]:
+        """Return for each parameter whether the end of the unit's backward will reduce a gradient of it."""
+        group = self._group
+        if not group.reduce_grads:
+            return ()
+        takes_unused = group.reduce_scatter_unused_params
+        # A list first, as it takes half as long.
+        is_reduced = [
+            (gathered := getattr(parameter, "_unsharded_param", None)) is not None
+            and (
+                gathered.grad is not None
+                or parameter.unsharded_accumulated_grad is not None
+                or (takes_unused and gathered.requires_grad)
+            )
+            for parameter in group.fsdp_params
+        ]
+        return tuple(is_reduced)
 
     def call_around_reduction(self, function: Callable[[Callable[[], None]], None]) -> None:
         """Let a function run the end of the unit's backward, which hands gradients to its shards."""
@@ -285,14 +332,16 @@ class UnitInternals:
         self._replace("wait_for_unshard", end)
 
     def _replace(self, name: str, function: Callable[..., Any]) -> None:
+        self._changed.append((name, self._group.__dict__.get(name)))  # what the group itself had, not its class
         setattr(self._group, name, function)
-        self._changed.append(name)
 
     def undo(self) -> None:
-        """Take out everything that was put in."""
-        for name in set(self._changed):
+        """Take out everything that was put in. What others have put in since must be out already."""
+        while self._changed:
+            name, before = self._changed.pop()
             delattr(self._group, name)
-        self._changed.clear()
+            if before is not None:
+                setattr(self._group, name, before)
 
 
 def list_units(root: nn.Module) -> list[UnitInternals]:

@@ -87,6 +87,7 @@ from lit_fsdp.strategy.process_group import MAX_TIMEOUT_S, init_process_group
 from lit_fsdp.strategy.processes import describe_idle_cores
 from lit_fsdp.strategy.random_streams import RandomStreams
 from lit_fsdp.strategy.rank_facts import check_shared_rows, list_device_facts, list_device_notes, list_row_facts
+from lit_fsdp.strategy.rank_paths import RankPaths, watch_paths
 from lit_fsdp.strategy.rebinding import (
     keep_attributes,
     rebind_optimizers,
@@ -209,6 +210,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         self._hang_watch: HangWatch | None = None
         self.oom_retries = oom_retries
         self._retried_steps: RetriedSteps | None = None
+        self._rank_paths: RankPaths | None = None
         # What has to be the same on all ranks when the run starts, by name; the command line adds what it knows.
         self.facts = {"torch": torch.__version__} | {name: version(name) for name in ("lightning", "lit_fsdp")}
         self.verify_checkpoint = verify_checkpoint
@@ -441,6 +443,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
             self._writer.data_ranks = self.data_ranks
             split_generators(self.broadcast(collect_random_state()), self.data_ranks.index)  # see Note [Two streams]
             self._build_optimizers(trainer)
+            self._watch_paths(module)
             self._check_disk(trainer)
             if not module.automatic_optimization:
                 self._hooks = [reshard_when_toggled(root) for root in find_roots(module)]
@@ -454,6 +457,12 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
             self.overlapped_steps = overlap_optimizer(self._module, self._real_optimizers)
             if self.overlapped_steps.is_deferred:
                 self.precision_plugin.overlapped_steps = self.overlapped_steps
+
+    def _watch_paths(self, module: nn.Module) -> None:
+        assert self.device_mesh is not None
+        # On CPUs ranks have just waited for each other to reduce. The host of a GPU is ahead of it, and stays so.
+        is_deferred = self.root_device.type != "cpu"
+        self._rank_paths = watch_paths(module, self.device_mesh, timeout_s=self.timeout_s, is_deferred=is_deferred)
 
     def _check_accumulation(self) -> None:
         num_micro_batches = count_micro_batches(self._module.trainer)
@@ -588,6 +597,18 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         return output
 
     @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if self._rank_paths is not None:
+            closure = self._rank_paths.compare_after(closure, self._module.trainer.global_step + 1)
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
         if not self._has_checked_gradients and self.device_mesh is not None:
@@ -648,8 +669,18 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
     def on_predict_start(self) -> None:
         self._begin_evaluation(super().on_predict_start)
 
+    def _finish_comparison(self) -> None:
+        if self._rank_paths is not None:
+            self._rank_paths.finish()
+
+    def forget_path(self) -> None:
+        """Do not compare what ranks did in a training step that all of them have undone."""
+        if self._rank_paths is not None:
+            self._rank_paths.forget()
+
     def _begin_evaluation(self, begin: Callable[[], None]) -> None:
         self.finish_steps()
+        self._finish_comparison()
         begin()
         check_weights(self._module.trainer)
         sync_buffers(self._module)
@@ -680,6 +711,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
     ) -> None:
         if storage_options is not None:
             raise TypeError("storage_options: FSDP2Strategy writes folders with torch.distributed.checkpoint")
+        self._finish_comparison()
         trainer = self._module.trainer
         checkpoint[RUN_SETTINGS] = collect_run_settings(trainer, self.settings.mixed_precision)
         self._writer.save(locate(self.broadcast(str(filepath))), checkpoint)
@@ -695,6 +727,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
 
     @override
     def on_train_end(self) -> None:
+        self._finish_comparison()
         self.finish_steps()
         self._writer.close()
         self._note_missing()
@@ -771,6 +804,9 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         if self._hang_watch is not None:
             self._hang_watch.stop()
             self._hang_watch = None
+        if self._rank_paths is not None:  # before the steps below, which were there first
+            self._rank_paths.detach()
+            self._rank_paths = None
         while self._hooks:
             self._hooks.pop().remove()
         if self.overlapped_steps is not None:

@@ -61,6 +61,7 @@ class _Strategy(Protocol):
     def begin_backward(self, loss: Tensor, optimizer: Optimizer) -> Tensor: ...
     def end_backward(self, loss: Tensor) -> None: ...
     def block_backward_sync(self) -> Any: ...
+    def forget_path(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,6 +246,7 @@ class RetriedSteps:
 
     def _clean_up(self) -> None:
         """Let go of all that the step has computed."""
+        self._strategy.forget_path()
         if (steps := self._strategy.overlapped_steps) is not None:
             steps.drop_step()
         for root in find_roots(self._module):

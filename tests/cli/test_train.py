@@ -265,7 +265,9 @@ def test_a_package_that_a_setting_needs_is_named_with_its_command(
     monkeypatch.delitem(sys.modules, "torchao.float8", raising=False)
     options = ("--trainer.strategy=lit_fsdp.FSDP2Strategy", "--trainer.strategy.float8.emulate=true")
     assert main(["fit", "--config=run.yaml", *options]) == 2
-    assert errors_in(capfd.readouterr().err) == ['error: float8 needs the package torchao: pip install "lit_fsdp[float8]"']
+    assert errors_in(capfd.readouterr().err) == [
+        'error: float8 needs the package torchao: pip install "lit_fsdp[float8]"'
+    ]
 
 
 def test_commands_that_do_not_exist_are_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
