@@ -202,7 +202,8 @@ class RankPaths:
         raise ValueError(
             f"ranks use different modules: in optimizer step {begun.step}, or an evaluation before it, "
             f"{describe_difference(uses)}: expected the same modules in the same order on all ranks: use those that "
-            f"only some ranks need on all of them, with a weight of 0 where they are not wanted, see docs/limits.md{made}"
+            "only some ranks need on all of them, with a weight of 0 where they are not wanted, see docs/limits.md"
+            f"{made}"
         )
 
 

@@ -185,17 +185,6 @@ def test_the_command_speaks_into_files(run: Path, tmp_path: Path, capsys: pytest
     for i, line in enumerate(lines):
         info = soundfile.info(tmp_path / f"out/{i:05}.wav")
         assert (info.samplerate, info.frames) == (24000, line["num_frames"] * 1920)
-    others = ["00002.flac", "00003.wav", "mine.wav", "../00002.wav"]
-    for name in others:
-        (tmp_path / "out" / name).touch()
-    names = [*(line["audio"] for line in lines), *others, "/00002.wav", ["00002.wav"], None]
-    rows = [json.dumps(name if name is None else {"audio": name}) for name in names if name != "00003.wav"]
-    (tmp_path / "out" / "spoken.jsonl").write_text("\n".join([*rows, "{broken"]))
-    assert main(["speak", f"--model={run}", f"--out={tmp_path / 'out'}", "--text=a", *options[:2]]) == 0
-    assert len((tmp_path / "out/spoken.jsonl").read_text().splitlines()) == 1
-    wanted = {"00000.wav", "spoken.jsonl", "00002.flac", "00003.wav", "mine.wav"}
-    assert {path.name for path in (tmp_path / "out").iterdir()} == wanted
-    assert (tmp_path / "00002.wav").is_file()
     assert main(["speak", f"--model={run}", "--out=x", "--text=a", "--speaker=max", "--codec=formants"]) != 0
     assert "speaker: got 'max': expected one of: ann, bo, kim, lee" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
@@ -217,6 +206,23 @@ def test_the_command_speaks_into_files(run: Path, tmp_path: Path, capsys: pytest
     assert "none.txt: empty: expected a text in each line" in capsys.readouterr().err
     assert main(["export", f"--checkpoint={run}", f"--out={tmp_path / 'y'}"]) != 0
     assert "export-voice" in capsys.readouterr().err
+
+
+def test_files_that_an_earlier_list_names_are_removed_and_no_others(run: Path, tmp_path: Path) -> None:
+    names = ["00000.wav", "00001.wav", "00002.wav"]
+    others = ["00002.flac", "00003.wav", "mine.wav", "../00002.wav"]
+    (tmp_path / "out").mkdir()
+    for name in (*names, *others):
+        (tmp_path / "out" / name).touch()
+    listed = [*names, *others, "/00002.wav", ["00002.wav"], None]
+    rows = [json.dumps(name if name is None else {"audio": name}) for name in listed if name != "00003.wav"]
+    (tmp_path / "out" / "spoken.jsonl").write_text("\n".join([*rows, "{broken"]))
+    options = ["--codec=formants", "--sampling.max_frames=6", "--text=a"]
+    assert main(["speak", f"--model={run}", f"--out={tmp_path / 'out'}", *options]) == 0
+    assert len((tmp_path / "out/spoken.jsonl").read_text().splitlines()) == 1
+    wanted = {"00000.wav", "spoken.jsonl", "00002.flac", "00003.wav", "mine.wav"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == wanted
+    assert (tmp_path / "00002.wav").is_file()
 
 
 def test_audio_comes_out_before_the_last_code_is_written(run: Path, tmp_path: Path) -> None:
