@@ -34,7 +34,6 @@ OF_PAIRS = ("prompt", *PAIR)  # columns
 _OF_TEXTS = ("text", "messages", "role", "content", "system", "tools")
 _LAYOUTS = (("text",), ("messages",), ("conversations",))
 _OTHER_LAYOUTS = ("prompt", "instruction")  # which begin those of TextData that have no place for a label
-_JOIN = "; texts in several fields, such as pairs, are not read: join them in one"
 _NUM_TOPICS = 8
 _LEAST = 40  # characters of a paragraph that says what it is about
 
@@ -136,18 +135,19 @@ def parse_labeled(row: Row, labeled: LabeledFormat) -> LabeledRow:
 
 def _parse_text(row: Row, names: Mapping[str, str], label: str) -> Example:
     """Return the text or chat of a row."""
+    names = {ours: theirs for ours, theirs in names.items() if ours in _OF_TEXTS}  # others are of pairs
     fields = {name: value for name, value in row.fields.items() if name != label}
     if not any(names.get(name, name) in fields for (name,) in _LAYOUTS):
-        has_several = sum(isinstance(value, str) for value in fields.values()) > 1
+        is_pair = sum(isinstance(value, str) for value in fields.values()) > 1
+        join = "; texts in several fields, such as pairs, are not read: join them in one" if is_pair else ""
         raise RowError(
             f"{describe_fields(row.fields)}: expected text, or messages; set columns, such as "
-            f"{suggest_columns(fields, _LAYOUTS[:2])}{_JOIN * has_several}"
+            f"{suggest_columns(fields, _LAYOUTS[:2])}{join}"
         )
     if "text" not in names and fields.get("text_pair"):
-        raise RowError('"text_pair" beside "text" is not read' + _JOIN)
+        raise RowError('"text_pair" is not read; join it to "text", or leave it out with columns: {text: text}')
     fields = {name: value for name, value in fields.items() if name in names.values() or name not in _OTHER_LAYOUTS}
-    columns = Columns(**{ours: theirs for ours, theirs in names.items() if ours in _OF_TEXTS})
-    return parse_row(replace(row, fields=fields), RowFormat(columns=columns, loss_on="all"))
+    return parse_row(replace(row, fields=fields), RowFormat(columns=Columns(**names), loss_on="all"))
 
 
 def _parse_pair(row: Row, names: Mapping[str, str]) -> list[Example]:

@@ -173,7 +173,10 @@ def test_columns_of_pairs_are_refused_where_rows_have_a_label(make: Any) -> None
             {"premise": "a", "hypothesis": "b"},
             r"the row has: premise, hypothesis, label: expected text, or messages.*\{text: premise\}; texts in",
         ),
-        ({"text": "a", "text_pair": "b"}, '"text_pair" beside "text" is not read; texts in several fields, such as'),
+        (
+            {"text": "a", "text_pair": "b"},
+            r'"text_pair" is not read; join it to "text", or leave it out with columns: \{text: text\}$',
+        ),
         (
             {"instruction": "a", "output": "b"},
             r"expected text, or messages; set columns, such as columns: \{text: instr",
