@@ -392,7 +392,7 @@ def list_files(folder: Path, suffixes: Sequence[str], *, is_deep: bool = True) -
 
 
 def refuse_splits(folder: Location, names: Iterable[str]) -> None:
-    """Refuse to read a folder as one, whose files are named like rows to train on and rows to hold out.
+    """Refuse to read a folder as one whose files are all named like rows to train on or rows to hold out.
 
     Args:
         folder: Where they are.
@@ -404,15 +404,15 @@ def refuse_splits(folder: Location, names: Iterable[str]) -> None:
     found: dict[bool, tuple[str, str]] = {}
     for name in names:
         parts = name.split("/")
-        for number, part in enumerate(parts):
-            if match := _SPLIT.search(part):
-                is_file = number == len(parts) - 1
-                wanted = f"{part[: match.end()]}*{Path(part).suffix}" if is_file else part
-                found.setdefault(match[1] is not None, (name, "/".join([*parts[:number], wanted])))
-                break
+        places = ((number, part, match) for number, part in enumerate(parts) if (match := _SPLIT.search(part)))
+        if (place := next(places, None)) is None:
+            return
+        number, part, match = place
+        wanted = f"{part[: match.end()]}*{Path(part).suffix}" if number == len(parts) - 1 else part
+        found.setdefault(match[1] is not None, (name, "/".join([*parts[:number], wanted])))
     if len(found) == 2:
         (trained, wanted), (held_out, other) = found[True], found[False]
         raise ValueError(
             f"{folder}: holds several splits, such as {trained} and {held_out}: expected one, such as "
-            f"{folder / wanted} or {folder / other}"
+            f"{folder / wanted} or {folder / other}; or name all of their files as a list"
         )

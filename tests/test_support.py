@@ -121,7 +121,7 @@ ATTRIBUTES = {
         ),
         *("_device_mesh", "_monitor_candidates"),
         *("_last_checkpoint_saved", "_save_checkpoint", "_save_last_checkpoint", "_save_topk_checkpoint"),
-        *("_should_save_on_exception",),
+        *("_get_metric_interpolated_filepath_name", "_should_save_on_exception"),
         *("_last_global_step_saved", "_layer_sync", "_link_checkpoint", "_logger_connector", "_on_before_fetch"),
         *("_init_deepspeed_distributed", "_tensor_parallel_size"),
         *("_backward_fn", "_make_closure", "_step_fn", "_training_step", "_zero_grad_fn"),

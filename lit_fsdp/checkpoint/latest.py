@@ -194,13 +194,14 @@ def _measure_written_ns(entry: Location) -> int:
 def _list_entries(folder: Location, depth: int = _MAX_DEPTH) -> list[Location]:
     """Return what may be a checkpoint; of hidden names only what is whole, whoever may be about to put it in place.
 
-    Also in folders below: a metric such as ``val/loss`` in the name of a file makes one.
+    Also in folders such as ``step=6-val`` below: a metric ``val/loss`` in the name of a file makes them.
     """
     hidden = (e for e in folder.glob(".*.ckpt.*") if is_hidden(e))
     shown = [e for e in folder.glob("*.ckpt") if not e.name.startswith(".")]
     found = [*shown, *filter(is_whole, hidden)]
     if depth:
-        below = (e for e in folder.glob("*") if not e.name.startswith(".") and e.suffix != ".ckpt" and e.is_dir())
+        pattern = "*=*" if depth == _MAX_DEPTH else "*"
+        below = (e for e in folder.glob(pattern) if not e.name.startswith(".") and e.suffix != ".ckpt" and e.is_dir())
         found += [entry for other in below for entry in _list_entries(other, depth - 1)]
     return found
 

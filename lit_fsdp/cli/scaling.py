@@ -137,7 +137,7 @@ def read_report(path: Path) -> Scale:
         status, sections = report.get("run", {}).get("status"), report["sections"]
         speed, comm = sections["speed"]["numbers"], sections.get("comm", {}).get("numbers", {})
         unit = next(unit for unit in ("tokens", "samples") if f"{unit}_per_s" in speed)
-    except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
         if status in _WITHOUT_SPEED:
             raise ConfigError(
                 f"{path}: the run {_WITHOUT_SPEED[status]}, so its report says nothing of its speed: expected one of a "

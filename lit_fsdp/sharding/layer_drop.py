@@ -15,14 +15,16 @@ def describe_layer_drop(model: nn.Module, world_size: int) -> str | None:
     Transformers looks for torch's mark of sharded modules and runs every layer of those, as in Wav2Vec2. Models that do
     not look, such as BART, skip other layers on each rank, whose gathers then do not fit together.
     """
+    # Seen in transformers 5: the modules that look for the mark import this function.
+    files = {base.__module__ for module in model.modules() for base in type(module).__mro__}
+    is_looked_for = any(hasattr(sys.modules.get(file), "is_fsdp_managed_module") for file in files)
     for module in model.modules():
         config = getattr(module, "config", None)
         for name in _SETTINGS:
             value = getattr(config, name, None)
             if not isinstance(value, int | float) or value <= 0:
                 continue
-            # Seen in transformers 5: the modules that look for the mark import this function.
-            if hasattr(sys.modules[type(module).__module__], "is_fsdp_managed_module"):
+            if is_looked_for:
                 return (
                     f"config.{name}: got {value}: no effect, as Transformers runs every layer of a sharded model: set 0"
                 )

@@ -19,12 +19,14 @@ from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResul
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
+from torch.distributed import DistError
 from torch.optim import Optimizer
 
 from lit_fsdp.checkpoint.remote import Location, locate
 from lit_fsdp.errors import describe_unknown_metric
 from lit_fsdp.strategy.roll_call import get_store, wait_until
 
+_GIVEN_UP = "given up"  # by a rank that has failed alone: what fails later does so because of it
 _FAILURE_PATIENCE_S = 10.0  # ranks that fail alike do so within a step
 _fits = count()  # of this process, the same on all ranks
 
@@ -195,8 +197,10 @@ def watch_monitors(trainer: pl.Trainer) -> None:
     def save(callback: ModelCheckpoint, trainer: pl.Trainer, found: dict[str, Tensor]) -> None:
         try:
             type(callback)._save_topk_checkpoint(callback, trainer, found)
-        except MisconfigurationException:  # that the validation has not logged it
-            assert callback.monitor is not None
+        except MisconfigurationException:
+            if callback.monitor is None or callback.monitor in found:
+                raise
+            # The validation has not logged it.
             _refuse_saved(callback, trainer, callback.monitor, found)
 
     for callback in _list_model_checkpoints(trainer):
@@ -205,11 +209,12 @@ def watch_monitors(trainer: pl.Trainer) -> None:
 
 
 def _refuse_saved(callback: ModelCheckpoint, trainer: pl.Trainer, name: str, found: dict[str, Tensor]) -> NoReturn:
-    path = callback.format_checkpoint_name({**found, name: torch.tensor(0)})
+    path = callback._get_metric_interpolated_filepath_name({**found, name: torch.tensor(0)}, trainer)
     callback._save_checkpoint(trainer, path)
-    raise ValueError(
-        f"ModelCheckpoint.monitor: {describe_unknown_metric(name, found)}; what was trained is saved: {path}"
-    )
+    trainer.strategy.on_train_end()  # which waits for saves beside training
+    is_lost = getattr(trainer.strategy, "missing_checkpoint", None) is not None
+    saved = "" if is_lost else f"; what was trained is saved: {path}"
+    raise ValueError(f"ModelCheckpoint.monitor: {describe_unknown_metric(name, found)}{saved}")
 
 
 def save_where_all_fail(trainer: pl.Trainer) -> None:
@@ -228,6 +233,7 @@ def save_where_all_fail(trainer: pl.Trainer) -> None:
             )
             return
         type(callback).on_exception(callback, trainer, module, error)
+        trainer.strategy.on_train_end()  # which waits for saves beside training
 
     for callback in _list_model_checkpoints(trainer):
         callback.on_exception = partial(save, callback)  # type: ignore[method-assign]
@@ -237,9 +243,14 @@ def _have_all_failed(store_name: str) -> bool:
     if not dist.is_initialized():
         return True
     store, rank = get_store(store_name), dist.get_rank()
-    store.set(str(rank), "")
     others = [str(other) for other in range(dist.get_world_size()) if other != rank]
-    return not others or wait_until(lambda: store.check(others), _FAILURE_PATIENCE_S)
+    try:
+        store.set(str(rank), "")
+        if others and not wait_until(lambda: store.check(others), _FAILURE_PATIENCE_S):
+            store.set(_GIVEN_UP, "")
+        return not store.check([_GIVEN_UP])
+    except DistError:  # whoever kept the store is gone
+        return False
 
 
 def check_monitors(trainer: pl.Trainer) -> None:
@@ -256,9 +267,11 @@ def check_monitors(trainer: pl.Trainer) -> None:
 def save_last_step(trainer: pl.Trainer) -> str | None:
     """Save what was trained after the last save, where ``save_last`` is set or nothing was saved; return where.
 
-    Left alone, ``save_last`` is what was saved last, not what was trained last.
+    Left alone, ``save_last`` is what was saved last, not what was trained last. Weights alone are no save where others
+    save more.
     """
-    savers = _list_model_checkpoints(trainer)
+    savers = [saver for saver in _list_model_checkpoints(trainer) if saver.save_top_k or saver.save_last]
+    savers = [saver for saver in savers if not saver.save_weights_only] or savers
     if not savers or any(saver._last_global_step_saved == trainer.global_step for saver in savers):
         return None
     keeper = next((saver for saver in savers if saver.save_last), None)
@@ -268,8 +281,8 @@ def save_last_step(trainer: pl.Trainer) -> str | None:
     found = saver._monitor_candidates(trainer)
     if saver.monitor is None and saver.save_top_k:
         saver._save_topk_checkpoint(trainer, found)
-    elif saver.save_last in (None, False, "link"):
-        saver._save_checkpoint(trainer, saver.format_checkpoint_name(found))
+    elif saver.save_top_k and saver.save_last in (None, False, "link"):
+        saver._save_checkpoint(trainer, saver._get_metric_interpolated_filepath_name(found, trainer))
     saver._save_last_checkpoint(trainer, found)
     path = saver._last_checkpoint_saved
     if keeper is None:

@@ -31,6 +31,8 @@ def read_table(path: Path, *, image: str, label: str) -> list[Row] | None:
         ValueError: It has no such column of images, or no rows, or cannot be read.
     """
     names: list[str] | None = None
+    if path.suffix == ".csv" and (spaced := next((name for name in (image, label) if name != name.strip()), None)):
+        raise ValueError(f"{path}: got the column {spaced!r}: names are read without spaces; set {spaced.strip()!r}")
     if path.suffix == ".parquet":
         names, is_inside = _read_schema(path, image)
         if is_inside:

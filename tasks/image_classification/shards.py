@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from PIL import Image
 
+from lit_fsdp.checkpoint.remote import locate
 from lit_fsdp.checkpoint.sharded import agree
 from lit_fsdp.files import refuse_special_file
 from lit_fsdp.tasks.image_classification.images import SUFFIXES, Images, decode
@@ -114,11 +115,14 @@ def _list_urls(source: str) -> list[str]:
             found.append(pattern)
             continue
         try:
-            found += _retry(partial(_glob, pattern))
+            hits = _retry(partial(_glob, pattern))
         except _ShardError:
             raise
         except Exception as error:
             raise ValueError(f"{path}: not to be listed: {_say(error)}; see whether it is there") from error
+        if pattern != url:  # a folder
+            refuse_splits(locate(url), [hit.rpartition("/")[2] for hit in hits])
+        found += hits
     if not found:
         raise ValueError(f"{_drop_query(source)}: no .tar files there")
     return found
@@ -293,7 +297,10 @@ def _check_end(path: str, file: Any, offset: int) -> None:
     """Refuse an archive without an end, or with more behind it: ``tarfile`` reads both in part."""
     file.seek(offset)
     if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-        raise _ShardError(f"{path}: cut short, or damaged, at byte {offset:,}; make it again, or download it again")
+        raise _ShardError(
+            f"{path}: has no end at byte {offset:,}: it was cut short or damaged, or its writer was not closed; make "
+            "it again, or download it again"
+        )
     place = offset + tarfile.BLOCKSIZE
     while block := file.read(_CHECKED_BYTES):
         if rest := block.lstrip(b"\0"):

@@ -150,7 +150,7 @@ def _list_folder(folder: Path) -> Images:
     """Return ``folder/<class>/**/<image>``, or images that lie in the folder itself, which have no labels."""
     loose = list_files(folder, SUFFIXES, is_deep=False)
     names = _list_names(folder)
-    refuse_splits(folder, [f"{name}/" for name in names])  # which would be taken for classes
+    refuse_splits(folder, [f"{name}/" for name in names])  # if all are, they would be taken for classes
     found = [(path, name) for name in names for path in list_files(folder / name, SUFFIXES)]
     if loose and found:
         raise ValueError(f"{folder}: holds images beside folders of classes, such as {loose[0].name}; move them")

@@ -34,7 +34,8 @@ def name_fields(fields: Mapping[str, Any], names: Mapping[str, str]) -> dict[str
     # A prompt that the user has named comes before those of other names.
     rest = {n: v for n, v in rest.items() if "prompt" not in names or n not in _PROMPTS}
     named = {ours: fields[theirs] for ours, theirs in names.items() if theirs in fields}
-    if isinstance(named.get("prompt"), str) and (about := get_input(rest)):  # as beside an instruction of TextData
+    # As beside an instruction of TextData.
+    if names.get("prompt") == "instruction" and isinstance(named["prompt"], str) and (about := get_input(rest)):
         named["prompt"] = f"{named['prompt']}\n{about}"
     return rest | named
 
@@ -55,8 +56,8 @@ def split_pair(fields: Mapping[str, Any], *, needs_prompt: bool = True) -> list[
     if chosen == rejected:
         raise RowError('"chosen" and "rejected" are the same; remove the row or set bad_rows: skip')
     prompt, rest = get_prompt(fields), keep_rest(fields)
-    if prompt is None and not (isinstance(chosen, list) and chosen[0] == rejected[0]):
-        _refuse_unread_prompt(fields)
+    if prompt is None:
+        _refuse_unread_prompt(fields, chosen, rejected)
     if prompt is None and not needs_prompt:
         if isinstance(chosen, list):
             return [{**rest, "messages": messages} for messages in (chosen, rejected)]
@@ -67,7 +68,7 @@ def split_pair(fields: Mapping[str, Any], *, needs_prompt: bool = True) -> list[
 
 def get_prompt(fields: Mapping[str, Any]) -> Any:
     """Return the prompt of a row, as text or as a list of messages, or ``None``."""
-    return wrap_message(next((fields[name] for name in _PROMPTS if fields.get(name) is not None), None))
+    return wrap_message(next((fields[name] for name in _PROMPTS if fields.get(name) not in (None, "")), None))
 
 
 def wrap_message(value: Any) -> Any:
@@ -89,12 +90,29 @@ def _get_completion(fields: Mapping[str, Any], name: str) -> Any:
     return value
 
 
-def _refuse_unread_prompt(fields: Mapping[str, Any]) -> None:
-    """Refuse a pair whose question has a name that is not read: what is left of it would still train."""
-    if found := next((n for name in QUESTIONS for n in fields if str(n).lower() == name and fields[n]), None):
+def _refuse_unread_prompt(fields: Mapping[str, Any], chosen: Any, rejected: Any) -> None:
+    """Refuse a pair whose question has a name that is not read: what is left of it would still train.
+
+    Not where both answers begin with the question, or with more of a chat than its system message.
+    """
+    found = next((n for name in QUESTIONS for n in fields if str(n).lower() == name and fields[n]), None)
+    if isinstance(chosen, list):
+        is_read = any(_get_role(message) != "system" for message in _find_shared(chosen, rejected))
+    else:
+        is_read = found is not None and str(fields[found]).strip() in "".join(_find_shared(chosen, rejected))
+    if found is not None and not is_read:
         raise RowError(
             f'"{found}" beside "chosen" and "rejected" is not read; set columns: {{prompt: {found}}}, or remove it'
         )
+
+
+def _find_shared(chosen: Any, rejected: Any) -> list[Any]:
+    """Return what both begin with, characters or messages."""
+    return [one for one, _ in takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False))]
+
+
+def _get_role(message: Any) -> Any:
+    return message.get("role") if isinstance(message, Mapping) else None
 
 
 def _part(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
@@ -106,7 +124,7 @@ def _part(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
     if isinstance(prompt, list):
         raise RowError(f'the prompt is a list of messages and "chosen" is {describe(chosen)}: expected the same form')
     # As UltraFeedback: whole chats, beside the text of their first message.
-    num_shared = len(list(takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False))))
+    num_shared = len(_find_shared(chosen, rejected))
     if isinstance(chosen, str) and num_shared and chosen[num_shared - 1] == " ":
         num_shared -= 1  # a space belongs to the word after it
     if not num_shared:

@@ -221,9 +221,10 @@ def _choose_reader(sources: list[str]) -> str:
     suffixes: set[str] = set()
     for source in sources:
         folder = Path(source).expanduser()
-        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-        refuse_splits(folder, names)
-        inside = {Path(name).suffix for name in names} & _READERS.keys() if folder.is_dir() else {folder.suffix}
+        inside_it = [path for path in folder.iterdir() if not path.name.startswith(".")] if folder.is_dir() else []
+        read = [path for path in inside_it if path.suffix in _READERS]
+        refuse_splits(folder, [path.name for path in read])
+        inside = {path.suffix for path in read} if folder.is_dir() else {folder.suffix}
         suffixes |= inside or {""}
     readers = {_READERS.get(suffix) for suffix in suffixes}
     if len(readers) == 1 and (found := readers.pop()) is not None:

@@ -9,7 +9,7 @@ blocks are shuffled, each by a seed of its own. The buffer of ``IterableDataset.
 middle: ``datasets`` fills it anew on a resume, seen in 5.2. A block can: by where it begins, and how much is used up.
 
 Sources with weights each go on pass after pass by themselves; a block has rows of all of them, spread evenly, so that
-each has given its share of all rows so far to within one row. Bad rows count.
+each has given its share of all rows so far to within about half as many rows as there are sources. Bad rows count.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from lightning.pytorch import Trainer
@@ -49,7 +49,15 @@ from lit_fsdp.tasks.text.sources import Part
 from lit_fsdp.tasks.text.tokens import NUM_NAMED, Encoded, Encoder, describe_unread, encode_rows
 
 Document = tuple[NDArray[np.int32], NDArray[np.bool_]]  # ids, and whether each is learned
-ReadRow = tuple[Row, RowFormat]
+
+
+class ReadRow(NamedTuple):
+    """A row, how it is read, and the number of its source."""
+
+    row: Row
+    row_format: RowFormat
+    source: int
+
 
 _ROWS_AT_ONCE = 64  # that a worker tokenizes and hands over together
 _PREVIEWED = 1000  # rows
@@ -162,12 +170,14 @@ class Chunk:
     Args:
         place: Of the first of them.
         documents: Each row as a document, or what is wrong with it.
+        sources: The number of the source of each.
         num_unread: How many of them have a field that is not read, by its name.
         problem: Why nothing more can be read; what a worker raises would reach nobody as one line.
     """
 
     place: StreamPlace
     documents: list[Document | str]
+    sources: list[int] = field(default_factory=list)
     num_unread: Mapping[str, int] = field(default_factory=dict)
     problem: str = ""
 
@@ -204,6 +214,10 @@ class TextStream(IterableDataset[Chunk]):
     def __iter__(self) -> Iterator[Chunk]:
         return self._tokenize(self.place)
 
+    def name(self, source: int) -> str:
+        """Return which source it is, for an error; nothing of one alone."""
+        return f" of source {source + 1} of {len(self.sources)}" if len(self.sources) > 1 else ""
+
     def take(self, *, skips_bad_rows: bool) -> HeldDocuments:
         """Return what the first rows of the first pass are.
 
@@ -211,6 +225,7 @@ class TextStream(IterableDataset[Chunk]):
             ValueError: Training would stop at one of them.
         """
         found: list[Document | str] = []
+        sources: list[int] = []
         num_unread: Counter[str] = Counter()
         for chunk in self._tokenize(self.begin):
             if chunk.problem:
@@ -218,12 +233,16 @@ class TextStream(IterableDataset[Chunk]):
             if chunk.place.num_passes or len(found) >= _PREVIEWED:
                 break
             found += chunk.documents
+            sources += chunk.sources
             num_unread.update(chunk.num_unread)
         documents, bad = [d for d in found if not isinstance(d, str)], [d for d in found if isinstance(d, str)]
         if bad and not skips_bad_rows:
             raise ValueError(f"train: {bad[0]}")
-        if not documents:
-            raise ValueError(f"train: none of the first {len(found)} rows is good, the first: {bad[0]}")
+        for source in range(len(self.sources)):
+            own = [document for document, other in zip(found, sources, strict=True) if other == source]
+            if own and all(isinstance(document, str) for document in own):
+                first = f"none of the first {len(own)} rows{self.name(source)} is good, the first"
+                raise ValueError(f"train: {first}: {own[0]}")
         return HeldDocuments(documents, bad, num_unread)
 
     def make_key(self, **facts: Any) -> str:
@@ -247,9 +266,10 @@ class TextStream(IterableDataset[Chunk]):
                 if turn % count == number:
                     results = _encode(rows, encoders)
                     good = (one for one, result in zip(rows, results, strict=True) if not isinstance(result, RowError))
-                    num_unread = Counter(name for row, row_format in good for name in list_unread(row, row_format))
-                    documents = [_describe(row, result) for (row, _), result in zip(rows, results, strict=True)]
-                    yield Chunk(place=place, documents=documents, num_unread=num_unread)
+                    num_unread = Counter(name for row, row_format, _ in good for name in list_unread(row, row_format))
+                    documents = [_describe(row, result) for (row, *_), result in zip(rows, results, strict=True)]
+                    sources = [row.source for row in rows]
+                    yield Chunk(place=place, documents=documents, sources=sources, num_unread=num_unread)
         except ValueError as error:
             yield Chunk(place=start, documents=[], problem=str(error))
 
@@ -294,9 +314,9 @@ class TextStream(IterableDataset[Chunk]):
                 num_skipped = begin.row if turn == begin.part else 0
                 for seen, row in enumerate(part.read_after(num_skipped), start=num_skipped + 1):
                     place = replace(place, part=turn, row=seen, num_rows=place.num_rows + 1)
-                    yield (row, row_format), place
+                    yield ReadRow(row, row_format, number), place
             if begin.is_begin and place == begin:
-                raise ValueError("there are no rows")
+                raise ValueError(f"there are no rows{self.name(number)}")
             place = SourcePlace(num_passes=place.num_passes + 1, num_rows=place.num_rows)
             yield None, place
 
@@ -448,14 +468,20 @@ class StreamLoader(EndlessLoader):
         with own_generators():  # what starting workers draws must not depend on how often a run was resumed
             chunks = super().__iter__()
         first = _get_block(start)
-        num_passes, num_good, is_whole = start.num_passes, 0, start == self.stream.begin
+        # Of each source, the pass within which a good row has to come.
+        last_passes = dict.fromkeys(range(len(start.sources)), 0) if start == self.stream.begin else {}
+        good = set[int]()  # sources of the chunk before that gave a good row
         for chunk in chunks:
             if chunk.problem:
                 raise ValueError(f"train: {chunk.problem}")
-            if chunk.place.num_passes > num_passes:
-                if is_whole and not num_good:
-                    raise ValueError("train: no row of the whole stream is good: expected at least one")
-                num_passes, num_good, is_whole = chunk.place.num_passes, 0, True
+            for source, place in enumerate(chunk.place.sources):  # as the block begins
+                is_begun = source not in last_passes and _get_block(chunk.place) != first  # since a resume within one
+                if source in good or is_begun:
+                    last_passes[source] = place.num_passes + 1
+                elif place.num_passes > last_passes.get(source, place.num_passes):
+                    whole = self.stream.name(source) or " of the whole stream"
+                    raise ValueError(f"train: no row{whole} is good: expected at least one")
+            good.clear()
             self._note_unread(chunk)
             num_used, num_tokens = (start.num_used, start.num_tokens) if _get_block(chunk.place) == first else (0, 0)
             for number, document in enumerate(chunk.documents, start=chunk.place.num_used):
@@ -464,7 +490,7 @@ class StreamLoader(EndlessLoader):
                 if isinstance(document, str):
                     self._note_bad(document)
                     continue
-                num_good += 1
+                good.add(chunk.sources[number - chunk.place.num_used])
                 cut = num_tokens if number == num_used else 0
                 yield (document[0][cut:], document[1][cut:]), replace(chunk.place, num_used=number, num_tokens=cut)
 
@@ -548,8 +574,8 @@ def _encode(rows: Sequence[ReadRow], encoders: Mapping[RowFormat, Encoder]) -> l
     """Return the tokens of rows, or what is wrong with them; those that are read alike are tokenized together."""
     found: dict[int, Encoded | RowError] = {}
     for row_format, encoder in encoders.items():
-        own = [number for number, (_, other) in enumerate(rows) if other == row_format]
-        results = encode_rows((rows[number][0] for number in own), encoder)
+        own = [number for number, row in enumerate(rows) if row.row_format == row_format]
+        results = encode_rows((rows[number].row for number in own), encoder)
         found |= {number: result for number, (_, result) in zip(own, results, strict=True)}
     return [found[number] for number in range(len(rows))]
 

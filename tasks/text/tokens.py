@@ -62,9 +62,14 @@ class Encoder:
         self._start = _read_start(tokenizer)
         end = get_end_id(tokenizer)
         self._end = [] if end is None else [end]
-        self._mark = _MARK if _begins_with_space(tokenizer) else ""
-        self._num_mark = len(tokenizer(self._mark, add_special_tokens=False)["input_ids"]) if self._mark else 0
         self._markers: dict[bool, TurnMarkers] = {}  # a tokenizer may have a template of its own for tools
+
+    @cached_property
+    def _mark(self) -> tuple[str, int]:
+        """What a completion is tokenized behind, so that it does not begin with a space, and how many tokens it is."""
+        if not _begins_with_space(self.tokenizer) or not "".join(self.tokenizer.tokenize(_MARK)).strip("\u2581\u0120"):
+            return "", 0  # the second of tokenizers that drop what they do not know
+        return _MARK, len(self.tokenizer(_MARK, add_special_tokens=False)["input_ids"])
 
     def encode(self, examples: Sequence[Example]) -> list[Encoded | RowError]:
         """Return tokens, or what is wrong, for each example. Many at once are faster: all cores work."""
@@ -76,7 +81,7 @@ class Encoder:
                 texts.append(example.text)
             elif isinstance(example, PromptCompletion):
                 # Alone, a completion would begin with a space of such tokenizers, in the middle of the text.
-                texts += [example.prompt, (self._mark if example.prompt else "") + example.completion]
+                texts += [example.prompt, (self._mark[0] if example.prompt else "") + example.completion]
         # verbose=False: a document longer than the model's context is no reason to warn, it will be cut.
         ids = iter(self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else [])
         return [self._encode_one(example, ids) for example in examples]
@@ -91,7 +96,7 @@ class Encoder:
         if isinstance(example, Text):
             tokens = prompt if self.row_format.is_prompt else prompt + self._end
             return Encoded(ids=tokens, learn=[True] * len(tokens))
-        completion = [*next(ids)[self._num_mark if example.prompt else 0 :], *self._end]
+        completion = [*next(ids)[self._mark[1] if example.prompt else 0 :], *self._end]
         learn_prompt = self.row_format.loss_on == "all"
         return Encoded(ids=prompt + completion, learn=[learn_prompt] * len(prompt) + [True] * len(completion))
 

@@ -9,6 +9,7 @@ import pytest
 from launches import Ended, fork_ranks, write_run
 from lightning.pytorch.utilities import rank_zero_info
 
+from lit_fsdp.checkpoint.untrusted import load_plain
 from lit_fsdp.strategy import lightning_internals
 
 SAVES = "lightning.pytorch.callbacks.ModelCheckpoint"
@@ -36,8 +37,8 @@ def fit(*saves: dict[str, Any], args: Sequence[str] = (), more: Sequence[dict[st
 
 def list_steps(version: int = 0) -> list[int]:
     """Return the steps of the checkpoints of a run, however deep they lie."""
-    found = Path(f"runs/run/version_{version}/checkpoints").rglob("complete.json")
-    return sorted(int(str(path.parent).partition("step=")[2].partition("-")[0].partition(".")[0]) for path in found)
+    found = Path(f"runs/run/version_{version}/checkpoints").rglob("meta.pt")
+    return sorted(load_plain(path, path)["global_step"] for path in found if not path.parent.is_symlink())
 
 
 @pytest.fixture(autouse=True)
@@ -46,16 +47,34 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = SimpleNamespace(warn=lambda message, **_: rank_zero_info(message))  # pytest keeps warnings of forked ranks
     monkeypatch.setattr(lightning_internals, "warnings", told)
     monkeypatch.setattr(lightning_internals, "rank_zero_warn", rank_zero_info)
+    monkeypatch.setattr(lightning_internals, "_FAILURE_PATIENCE_S", 2.0)
 
 
 @pytest.mark.parametrize(
     ("saves", "steps", "warns"),
     [
         ([], [5], False),
-        ([{"every_n_train_steps": 2, "save_top_k": -1, "save_last": "link"}], [2, 4, 5], False),
+        pytest.param(
+            [{"every_n_train_steps": 2, "save_top_k": -1, "save_last": "link"}],
+            [2, 4, 5],
+            False,
+            marks=pytest.mark.full,
+        ),
         ([{"monitor": "val/loss", "save_last": "link"}], [4, 5], False),
-        ([{"monitor": "val/loss"}], [4], False),  # as asked for: the best one
+        # As asked for: the best one.
+        pytest.param([{"monitor": "val/loss"}], [4], False, marks=pytest.mark.full),
         ([{"every_n_train_steps": 100}], [5], True),
+        pytest.param([{"save_top_k": 0}], [], False, marks=pytest.mark.full),
+        pytest.param([{"save_top_k": 0, "save_last": "link"}], [5], False, marks=pytest.mark.full),
+        pytest.param(
+            [
+                {"every_n_train_steps": 3, "save_last": True},
+                {"every_n_train_steps": 1, "save_weights_only": True, "filename": "only-{step}"},
+            ],
+            [5, 5, 5],
+            False,
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_the_last_steps_are_saved_and_nothing_is_left_to_train(
@@ -66,11 +85,22 @@ def test_the_last_steps_are_saved_and_nothing_is_left_to_train(
     assert list_steps() == steps
     assert ("has saved nothing by now, so what was trained is saved at the end" in ended.err) == warns
     if any(save.get("save_last") for save in saves) or not saves:
-        assert Path("runs/run/version_0/checkpoints/last.ckpt").resolve().name.endswith("step=5.ckpt")
+        last = Path("runs/run/version_0/checkpoints/last.ckpt").resolve() / "meta.pt"
+        assert load_plain(last, last)["global_step"] == 5
+    if not steps:
+        return
     again = fit(*saves, args=["--trainer.max_steps=5", "--ckpt_path=last"])
     assert again.code == 0, again.err
     assert ("nothing left to train" in again.out) == (steps[-1] == 5)
     assert list_steps(1) == ([] if steps[-1] == 5 else [5] if not saves else list_steps(1))
+
+
+def test_a_best_checkpoint_without_a_step_in_its_name_is_not_written_over() -> None:
+    assert (
+        fit({"monitor": "val/loss", "filename": "best", "save_last": "link"}, args=["--trainer.max_steps=5"]).code == 0
+    )
+    found = {path.parent.name: load_plain(path, path)["global_step"] for path in Path().rglob("meta.pt")}
+    assert {name: found[name] for name in ("best.ckpt", "best-v1.ckpt")} == {"best.ckpt": 4, "best-v1.ckpt": 5}
 
 
 def test_a_checkpoint_with_a_metric_in_its_name_is_found() -> None:
@@ -113,4 +143,4 @@ def test_what_fails_on_one_rank_alone_is_not_saved_and_its_error_is_told(failing
     assert 0 not in [end.code for end in ended]
     assert any("it broke" in end.err for end in ended)
     assert list_steps() == ([2] if len(failing) == 2 else [])
-    assert any("nothing is saved, as not all ranks have failed" in end.err for end in ended) == (failing == [0])
+    assert any("nothing is saved, as not all ranks have failed" in end.err for end in ended) == (len(failing) == 1)

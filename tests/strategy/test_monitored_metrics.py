@@ -13,7 +13,9 @@ def run(
     folder: Path, callback: str, more: dict[str, int] | None = None, *, validates: bool = True, **settings: object
 ) -> Ended:
     callbacks = [{"class_path": f"{CALLBACKS}.{callback}", "init_args": settings}]
-    trainer = {"callbacks": callbacks, "limit_val_batches": 1, **(more or {"val_check_interval": 2})}
+    strategy = {"class_path": "lit_fsdp.FSDP2Strategy", "init_args": {"async_save": True}}
+    trainer = {"callbacks": callbacks, "limit_val_batches": 1, "strategy": strategy}
+    trainer |= more or {"val_check_interval": 2}
     if callback == "EarlyStopping":
         trainer["num_sanity_val_steps"] = 0
     write_run(folder, trainer=trainer, data={"validation": "train.jsonl"} if validates else {})

@@ -128,7 +128,9 @@ def test_a_folder_with_several_splits_is_refused_with_what_to_name(
         return
     line = re.escape("expected one, such as " + " or ".join(f"{tmp_path}/{name}" for name in patterns.split()))
     for read in (check_source, lambda source: list_parts(source, **options)):
-        with pytest.raises(ValueError, match=rf"^{tmp_path}: holds several splits, such as \S+ and \S+: {line}$"):
+        with pytest.raises(
+            ValueError, match=rf"^{tmp_path}: holds several splits, such as \S+ and \S+: {line}; or name all"
+        ):
             read(source)
     for pattern in patterns.split():
         (part, *_) = list_parts(f"{tmp_path}/{pattern}", **options)

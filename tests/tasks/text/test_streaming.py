@@ -273,6 +273,16 @@ def test_a_stream_without_a_good_row_ends_and_a_bad_one_is_named(folder: Path, t
         pytest.raises(ValueError, match=r"train: no row of the whole stream is good"),
     ):
         take(load(build(folder, **settings)), 1)
+    two = {"train": [{"path": str(folder / "rows" / "1.jsonl"), "weight": 9}, {**list_sources(folder)[1], "weight": 1}]}
+    two["train"][1]["columns"] = {"text": "bdy"}  # which none of its rows has
+    with pytest.raises(ValueError, match="train: no row of source 2 of 2 is good: expected at least one"):
+        take(load(build(folder, streaming=True, **two)), 1000)
+    data = build(folder, streaming=True, **two)
+    data.setup("fit")
+    with pytest.raises(ValueError, match=r"train: none of the first \d+ rows of source 2 of 2 is good, the first: "):
+        data.make_preview("train", 3)
+    two["train"][1]["columns"] = {"text": "body"}
+    assert len(take(load(build(folder, streaming=True, shuffle_buffer_size=2000, **two)), 1500)) == 1500
     empty = load(build(folder, streaming=True))
     part = DatasetPart(name="empty", dataset=datasets.Dataset.from_dict({"text": []}))
     empty.stream.sources = [StreamSource(parts=[(part, RowFormat())])]
