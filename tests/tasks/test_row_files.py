@@ -112,6 +112,7 @@ def test_an_empty_source_is_refused_and_not_taken_for_the_current_folder(kind: t
         ("test-0.txt validation-0.txt", None),
         ("trainer.txt testimony.txt values.txt device.txt", None),
         ("train.txt test.md", None),
+        ("how-to-train-your-dragon.txt unit-test.txt notes.txt", None),
     ],
 )
 def test_a_folder_with_several_splits_is_refused_with_what_to_name(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 from image_training import list_files, write_folder, write_shards
@@ -526,6 +527,14 @@ def test_an_image_that_would_be_left_out_for_a_dot_in_its_name_is_refused(tmp_pa
     found = find(write_tar(tmp_path / "t.tar", more | good))
     assert found.labels == ["dog", "cat"]
     assert [found.locate(i).rpartition(" ")[2] for i in range(2)] == ["a/1.png", "b/000.jpg"]
+
+
+def test_shards_of_several_splits_in_a_store_are_refused() -> None:
+    store = fsspec.filesystem("memory")
+    for name in ("train-0.tar", "val-0.tar"):
+        store.pipe(f"/of_splits/{name}", b"")
+    with pytest.raises(ValueError, match=r"memory://of_splits: holds several splits, such as train-0\.tar and val-0"):
+        find("memory://of_splits")
 
 
 @pytest.mark.parametrize("at", ["", "file://"])

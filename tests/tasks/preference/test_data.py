@@ -29,6 +29,7 @@ def message(role: str, content: str) -> dict[str, str]:
 
 
 USER, BETTER, WORSE = message("user", QUESTION), message("assistant", GOOD), message("assistant", BAD)
+SYSTEM = message("system", "Be brief.")
 AS_CHAT = f"[chosen] <user>{QUESTION}</s><assistant>⟦{GOOD}</s>⟧[rejected] <user>{QUESTION}</s><assistant>⟦{BAD}</s>⟧"
 AS_TEXT = f"[chosen] {QUESTION}⟦ {GOOD}<|endoftext|>⟧[rejected] {QUESTION}⟦ {BAD}<|endoftext|>⟧"
 
@@ -73,6 +74,7 @@ def show(data: PreferenceData, number: int = 0) -> str:
             AS_TEXT.replace("is 1", "is\n1"),
         ),
         ({"question": QUESTION, "chosen": [USER, BETTER], "rejected": [USER, WORSE]}, {}, AS_CHAT),
+        ({"question": QUESTION, "chosen": f"{QUESTION} {GOOD}", "rejected": f"{QUESTION} {BAD}"}, {}, AS_TEXT),
         (
             {
                 "dialog": [{"who": "human", "says": QUESTION}],
@@ -120,6 +122,11 @@ def test_layouts_mean_a_prompt_with_completions(
             '"instruction" beside "chosen" and "rejected" is not read; set columns: {prompt: instruction}, or remove',
         ),
         ({"Question": "a", "chosen": [BETTER], "rejected": [WORSE]}, "is not read; set columns: {prompt: Question}"),
+        (
+            {"query": "a", "chosen": [SYSTEM, BETTER], "rejected": [SYSTEM, WORSE]},
+            "is not read; set columns: {prompt: q",
+        ),
+        ({"prompt": "", "query": "a", "chosen": "b c", "rejected": "b d"}, "is not read; set columns: {prompt: query}"),
         (
             {"prompt": "a", "completion": "b", "label": "good"},
             "\"label\" must be true or false, it is a string ('good')",

@@ -117,6 +117,19 @@ def test_no_space_comes_between_a_prompt_and_its_completion(kind: str, is_instru
     assert encode(tokenizer, PromptCompletion(prompt="The capital is", completion=" Paris.")).ids == [*joint, 2]
 
 
+def test_a_tokenizer_that_drops_what_it_does_not_know_loses_no_word_of_a_completion() -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.Metaspace()
+    inner.train_from_iterator(["hello world"], trainers.BpeTrainer(vocab_size=60, show_progress=False))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
+    encoded = encode(tokenizer, PromptCompletion(prompt="hello", completion="world"))
+    learned_ids = [token for token, is_learned in zip(encoded.ids, encoded.learn, strict=True) if is_learned]
+    assert tokenizer.decode(learned_ids).replace(" ", "").strip("▁") == "world"
+
+
 def test_completions_of_other_tokenizers_are_tokens_of_their_own(tokenizer: Any) -> None:
     encoded = encode(tokenizer, PromptCompletion(prompt="What is t", completion="wo?"))
     assert encoded.ids == [token for text in ("What is t", "wo?") for token in tokenizer(text)["input_ids"]] + [0]
