@@ -46,7 +46,9 @@ def test_strategies_do_the_same_work_and_leave_nothing_behind(
     for one in found:
         assert one["losses"] == pytest.approx(losses, abs=1e-6), one["name"]
         assert one["held"]["parameters"] == pytest.approx(1.0 if one["name"] == "ddp" else 0.5, abs=0.02)
-    assert by_name["model_parallel"]["wire_bytes"] == by_name["fsdp2"]["wire_bytes"]
+    sent = by_name["fsdp2"]["wire_bytes"]
+    compared = 2 * 8  # two checksums of what the ranks did
+    assert by_name["model_parallel"]["wire_bytes"] == {**sent, "all_gather": sent["all_gather"] - compared}
     # Tokens are kept in the folder that run.yaml names.
     assert {path.name for path in tmp_path.iterdir()} == {*before, "cache", "out"}
 
