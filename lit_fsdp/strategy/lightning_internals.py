@@ -264,8 +264,8 @@ def check_monitors(trainer: pl.Trainer) -> None:
             _refuse_monitor(name, known)
 
 
-def save_last_step(trainer: pl.Trainer) -> str | None:
-    """Save what was trained after the last save, where ``save_last`` is set or nothing was saved; return where.
+def save_last_step(trainer: pl.Trainer) -> None:
+    """Save what was trained after the last save, where ``save_last`` is set or nothing was saved.
 
     Left alone, ``save_last`` is what was saved last, not what was trained last. Weights alone are no save where others
     save more.
@@ -273,10 +273,10 @@ def save_last_step(trainer: pl.Trainer) -> str | None:
     savers = [saver for saver in _list_model_checkpoints(trainer) if saver.save_top_k or saver.save_last]
     savers = [saver for saver in savers if not saver.save_weights_only] or savers
     if not savers or any(saver._last_global_step_saved == trainer.global_step for saver in savers):
-        return None
+        return
     keeper = next((saver for saver in savers if saver.save_last), None)
     if keeper is None and any(saver._last_global_step_saved for saver in savers):
-        return None
+        return
     saver = keeper or savers[0]
     found = saver._monitor_candidates(trainer)
     if saver.monitor is None and saver.save_top_k:
@@ -284,17 +284,16 @@ def save_last_step(trainer: pl.Trainer) -> str | None:
     elif saver.save_top_k and saver.save_last in (None, False, "link"):
         saver._save_checkpoint(trainer, saver._get_metric_interpolated_filepath_name(found, trainer))
     saver._save_last_checkpoint(trainer, found)
-    path = saver._last_checkpoint_saved
     if keeper is None:
+        path = saver._last_checkpoint_saved
         rank_zero_warn(f"ModelCheckpoint has saved nothing by now, so what was trained is saved at the end: {path}")
-    return path
 
 
 def list_waiting_monitors(trainer: pl.Trainer) -> list[str]:
-    """Return for which metrics a ``ModelCheckpoint`` still waits that has saved nothing."""
+    """Return for which metrics, that nothing has logged, a ``ModelCheckpoint`` still waits that has saved no best."""
     callbacks = _list_model_checkpoints(trainer)
-    waiting = [c for c in callbacks if c._defer_save_until_validation and not c.best_model_path]
-    return [callback.monitor for callback in waiting if callback.monitor is not None]
+    waiting = [c.monitor for c in callbacks if c._defer_save_until_validation and not c.best_model_path]
+    return [name for name in waiting if name is not None and name not in trainer.callback_metrics]
 
 
 def _refuse_monitor(name: str, known: Collection[str]) -> NoReturn:

@@ -467,23 +467,24 @@ class StreamLoader(EndlessLoader):
         self.stream.place = start
         with own_generators():  # what starting workers draws must not depend on how often a run was resumed
             chunks = super().__iter__()
-        first = _get_block(start)
-        # Of each source, the pass within which a good row has to come.
+        block = first = _get_block(start)
+        # Of each source, the pass within which a good row has to come; not known within a block that a resume enters.
         last_passes = dict.fromkeys(range(len(start.sources)), 0) if start == self.stream.begin else {}
-        good = set[int]()  # sources of the chunk before that gave a good row
+        good = set[int]()  # sources that gave a good row in this block
         for chunk in chunks:
             if chunk.problem:
                 raise ValueError(f"train: {chunk.problem}")
-            for source, place in enumerate(chunk.place.sources):  # as the block begins
-                is_begun = source not in last_passes and _get_block(chunk.place) != first  # since a resume within one
-                if source in good or is_begun:
-                    last_passes[source] = place.num_passes + 1
-                elif place.num_passes > last_passes.get(source, place.num_passes):
-                    whole = self.stream.name(source) or " of the whole stream"
-                    raise ValueError(f"train: no row{whole} is good: expected at least one")
-            good.clear()
+            if _get_block(chunk.place) != block:
+                block = _get_block(chunk.place)
+                for source, place in enumerate(block.sources):
+                    if source in good or source not in last_passes:
+                        last_passes[source] = place.num_passes + 1
+                    elif place.num_passes > last_passes[source]:
+                        whole = self.stream.name(source) or " of the whole stream"
+                        raise ValueError(f"train: no row{whole} is good: expected at least one")
+                good.clear()
             self._note_unread(chunk)
-            num_used, num_tokens = (start.num_used, start.num_tokens) if _get_block(chunk.place) == first else (0, 0)
+            num_used, num_tokens = (start.num_used, start.num_tokens) if block == first else (0, 0)
             for number, document in enumerate(chunk.documents, start=chunk.place.num_used):
                 if number < num_used:
                     continue
