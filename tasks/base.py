@@ -34,6 +34,7 @@ from lit_fsdp.adapters.layers import iterate_adapters
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.checkpoint.untrusted import refuse_other_forms
 from lit_fsdp.optim.factory import Optimizer, build_optimizer
+from lit_fsdp.optim.muon import list_hidden_matrices
 from lit_fsdp.parsing.mappings import TakesMappings
 from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.quantization.layers import quantize_model
@@ -441,6 +442,7 @@ class Task(TakesMappings, LightningModule):
             is_scaled=is_scaled,
             rate_factors=factors,
             matrices=self._matrices,
+            hidden=list_hidden_matrices(self) if self.optimizer_settings.name == "muon" else (),
             has_adapters=self.has_adapters,
         )
         return {

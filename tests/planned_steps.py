@@ -10,6 +10,7 @@ from torch import nn
 
 from lit_fsdp.adapters.layers import list_adapter_parameters
 from lit_fsdp.optim.factory import Optimizer, build_optimizer
+from lit_fsdp.optim.muon import list_hidden_matrices
 from lit_fsdp.planning.closed_form.engine import StepEstimate, estimate_step
 from lit_fsdp.planning.step_parts import MicroBatch, ModelToTrain, Ranks
 from lit_fsdp.planning.trace.apart import run_apart
@@ -87,6 +88,7 @@ def trace(
                     module.parameters(),
                     optimizer or Optimizer(),
                     is_scaled=read_precision(precision).needs_loss_scaling,
+                    hidden=list_hidden_matrices(module),
                 ),
                 step_name="step",
                 ranks_per_node=world_size,

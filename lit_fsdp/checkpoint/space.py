@@ -122,9 +122,10 @@ def _list_trained(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
+@torch.no_grad()
 def _count_sharded(optimizer: ShardOptimizer) -> int:
     # Made for one parameter after the other, so there is memory for it: the first step makes them all.
-    return sum(count_bytes(optimizer.make_state(p.detach())) for p in _list_trained(optimizer))
+    return sum(count_bytes(optimizer.make_state(p)) for p in _list_trained(optimizer))
 
 
 def _step_without_memory(optimizer: Optimizer) -> int | None:

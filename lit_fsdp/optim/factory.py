@@ -13,14 +13,16 @@ from torch import nn
 from lit_fsdp.optim.adafactor import Adafactor
 from lit_fsdp.optim.adamw import AdamW
 from lit_fsdp.optim.adamw_8bit import AdamW8bit
+from lit_fsdp.optim.muon import Muon
 
-OptimizerName = Literal["adamw", "adamw_8bit", "adamw_8bit_paged", "adafactor"]
+OptimizerName = Literal["adamw", "adamw_8bit", "adamw_8bit_paged", "adafactor", "muon"]
 
 _RATE, _ADAPTER_FACTOR = 1e-4, 10  # where none is set
 # Settings that some do not use.
 _USED_BY: dict[str, tuple[OptimizerName, ...]] = {
-    "betas": ("adamw", "adamw_8bit", "adamw_8bit_paged"),
-    "eps": ("adamw", "adamw_8bit", "adamw_8bit_paged"),
+    "betas": ("adamw", "adamw_8bit", "adamw_8bit_paged", "muon"),
+    "eps": ("adamw", "adamw_8bit", "adamw_8bit_paged", "muon"),
+    "momentum": ("muon",),
     "fused": ("adamw",),
 }
 
@@ -33,13 +35,15 @@ class Optimizer:
         name: ``adamw`` keeps two running means of the gradient in the dtype of the parameters, 8 bytes for each of
             float32. ``adamw_8bit`` keeps them in 8 bits each, about 2 bytes; ``adamw_8bit_paged`` also lets the
             GPU's driver move them to host memory when the GPU runs out. ``adafactor`` keeps only sums over rows and
-            columns, and takes other learning rates. See docs/optimizers.md.
+            columns, and takes other learning rates. ``muon`` keeps one running mean for matrices of blocks, which it
+            steps by Muon at AdamW's learning rates, and is ``adamw`` for the rest. See docs/optimizers.md.
         learning_rate: At the peak of the schedule. ``null`` is 1e-4, or 1e-3 where adapters are trained; a resumed run
             keeps the rate it began with. For ``adafactor`` relative to the root mean square of each parameter: 1e-2 is
             usual, 1e-4 hardly trains.
         weight_decay: Of matrices. Norms and biases are not decayed.
         betas: Decay of the running means of gradient and squared gradient. Not used by ``adafactor``.
         eps: Keeps steps of tiny gradients finite. Not used by ``adafactor``.
+        momentum: For ``muon``: decay of the running mean of the gradients of matrices.
         fused: For ``adamw``: one kernel for all parameters. ``null`` uses it, except with float16 gradients, which it
             cannot skip when they overflow.
     """
@@ -49,6 +53,7 @@ class Optimizer:
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
+    momentum: float = 0.95
     fused: bool | None = None
 
     def check(self) -> None:
@@ -58,6 +63,7 @@ class Optimizer:
             "weight_decay": (0 <= self.weight_decay < math.inf, "0 or more, and finite"),
             "betas": (all(0 <= beta < 1 for beta in self.betas), "two numbers from 0 to below 1"),
             "eps": (0 < self.eps < math.inf, "above 0, and finite"),
+            "momentum": (0 <= self.momentum < 1, "a number from 0 to below 1"),
         }
         for name, (is_right, expected) in rules.items():
             if not is_right:
@@ -93,6 +99,7 @@ def build_optimizer(
     is_scaled: bool = False,
     rate_factors: Mapping[nn.Parameter, float] | None = None,
     matrices: Collection[nn.Parameter] | None = None,
+    hidden: Collection[nn.Parameter] = (),
     has_adapters: bool = False,
 ) -> torch.optim.Optimizer:
     """Return the optimizer of the trainable parameters; without collectives.
@@ -103,6 +110,7 @@ def build_optimizer(
         is_scaled: Whether float16 losses are scaled, so that steps are skipped when gradients overflow.
         rate_factors: What the learning rate of a parameter is multiplied with, where that is not 1.
         matrices: Those that decay, where parameters are flat pieces by now; else those with two dimensions or more.
+        hidden: Those that ``muon`` steps by Muon: what ``list_hidden_matrices`` returns.
         has_adapters: Whether the trainable parameters are adapters, for which another learning rate is the default.
 
     Raises:
@@ -117,14 +125,25 @@ def build_optimizer(
     groups: list[dict[str, Any]] = []
     factors = rate_factors or {}
     decayed = {p for p in trainable if (p.ndim >= 2 if matrices is None else p in matrices)}
+    orthogonalized = set(hidden).intersection(trainable) if settings.name == "muon" else set()
     for factor in sorted({factors.get(p, 1.0) for p in trainable}, reverse=True):
-        for decay, is_decayed in ((settings.weight_decay, True), (0.0, False)):
-            members = [p for p in trainable if factors.get(p, 1.0) == factor and (p in decayed) is is_decayed]
+        for decay, is_decayed, is_hidden in (
+            (settings.weight_decay, True, True),
+            (settings.weight_decay, True, False),
+            (0.0, False, False),
+        ):
+            kind = (factor, is_decayed, is_hidden)
+            members = [p for p in trainable if (factors.get(p, 1.0), p in decayed, p in orthogonalized) == kind]
             if members:
-                groups.append({"params": members, "weight_decay": decay, "lr": rate * factor})
+                group = {"params": members, "weight_decay": decay, "lr": rate * factor}
+                groups.append({**group, "is_hidden": True} if is_hidden else group)
     if settings.name == "adafactor":
         return Adafactor(groups, lr=rate)
     options: dict[str, Any] = {"lr": rate, "betas": settings.betas, "eps": settings.eps}
+    if settings.name == "muon":
+        if not orthogonalized:
+            raise ValueError("optimizer.name: got muon: blocks have no matrices that train (hidden); set adamw")
+        return Muon(groups, **options, momentum=settings.momentum)
     if settings.name == "adamw":
         return AdamW(groups, **options, fused=choose_fused(settings.fused, is_scaled=is_scaled))
     return AdamW8bit(groups, **options, is_paged=settings.name == "adamw_8bit_paged")

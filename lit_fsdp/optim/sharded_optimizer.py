@@ -54,7 +54,7 @@ class ShardOptimizer(Optimizer):
         raise NotImplementedError
 
     def make_state(self, parameter: Tensor) -> list[Tensor]:
-        """Return these tensors as they are before the first step."""
+        """Return these tensors as they are before the first step. Called without gradients."""
         raise NotImplementedError
 
     def count_step(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -62,7 +62,7 @@ class ShardOptimizer(Optimizer):
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros(())
-            state.update(zip(self.name_state(parameter), self.make_state(parameter.detach()), strict=True))
+            state.update(zip(self.name_state(parameter), self.make_state(parameter), strict=True))
         state["step"] += 1
         return state
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_fsdp.optim.factory import Optimizer
+from lit_fsdp.optim.muon import count_work, list_hidden_matrices
 from lit_fsdp.planning.closed_form.overrides import list_overrides
 from lit_fsdp.planning.step_parts import Exchange, MicroBatch, ModelToTrain, NoEstimateError, Ranks, Replay
 from lit_fsdp.planning.timing.hardware import Gpu
@@ -177,6 +178,7 @@ def estimate_step_time(
     trained = [parameter.element_size() for parameter in model.module.parameters() if parameter.requires_grad]
     counts = {"num_shards": shards, "num_replicas": replicas, "num_micro_batches": num_micro_batches}
     reshard = settings.sharding.reshard_after_forward
+    matrix_flops, matrix_exchanges = _count_muon(model, shards) if model.optimizer.name == "muon" else (0, [])
     work = Workload(
         flops=cost.flops,
         plan=model.units,
@@ -187,7 +189,9 @@ def estimate_step_time(
         update_bytes=count_update_bytes(
             model.units, model.optimizer, num_shards=shards * sizes.tensor, itemsize=max(trained, default=4)
         ),
-        overlaps_update=model.optimizer.name != "adafactor"
+        update_flops=matrix_flops,
+        update_exchanges=matrix_exchanges,
+        overlaps_update=model.optimizer.name not in ("adafactor", "muon")
         and settings.cpu_offload is not None
         and settings.cpu_offload.overlap_optimizer,
         offloaded_bytes=_count_offloaded(model, cost, shards, settings),
@@ -209,6 +213,12 @@ def estimate_step_time(
         speed=hardware.speed,
     )
     return estimate_time(work, machine)
+
+
+def _count_muon(model: ModelToTrain, num_shards: int) -> tuple[int, list[Exchange]]:
+    """Return the FLOPs of a rank in the products of Muon, and what ranks send each other for them."""
+    flops, sizes = count_work([p.shape for p in list_hidden_matrices(model.module) if p.requires_grad], num_shards)
+    return flops, [Exchange("all_to_all", size, num_shards) for size in sizes]
 
 
 def _count_offloaded(model: ModelToTrain, cost: StepCost, num_shards: int, settings: Settings) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lit_fsdp.sharding.tensor_parallel import get_split_shape
@@ -169,8 +170,14 @@ def _find_by_class(modules: dict[str, nn.Module], patterns: Sequence[str]) -> li
     return [
         name
         for name, module in modules.items()
-        if name and any(fnmatch.fnmatchcase(type(module).__name__, pattern) for pattern in patterns)
+        if name and any(fnmatch.fnmatchcase(_get_class(module).__name__, pattern) for pattern in patterns)
     ]
+
+
+def _get_class(module: nn.Module) -> type:
+    """Return the class of a module before ``fully_shard`` made one of its own from it."""
+    kinds = type(module).__mro__
+    return kinds[kinds.index(FSDPModule) + 1] if isinstance(module, FSDPModule) else kinds[0]
 
 
 def _find_repeated(modules: dict[str, nn.Module]) -> list[str]:
@@ -179,9 +186,9 @@ def _find_repeated(modules: dict[str, nn.Module]) -> list[str]:
     for name, module in modules.items():
         if not isinstance(module, nn.ModuleList | nn.Sequential) or any(name.startswith(f"{n}.") for n in names):
             continue
-        counts = Counter(type(child) for child in module if _has_parameters(child))
+        counts = Counter(_get_class(child) for child in module if _has_parameters(child))
         repeated = {kind for kind, count in counts.items() if count > 1 and not _is_leaf(kind)}
-        names += [f"{name}.{i}" for i, child in enumerate(module) if type(child) in repeated]
+        names += [f"{name}.{i}" for i, child in enumerate(module) if _get_class(child) in repeated]
     return [name.removeprefix(".") for name in names]
 
 

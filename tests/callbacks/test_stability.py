@@ -151,7 +151,9 @@ def skip_as_if_it_had_not_been(folder: Path, optimizer: str, accumulate: int) ->
 
 
 @pytest.mark.full(after=1)
-@pytest.mark.parametrize(("optimizer", "accumulate"), [("adamw", 1), ("adamw", 2), ("adafactor", 1), ("adamw_8bit", 1)])
+@pytest.mark.parametrize(
+    ("optimizer", "accumulate"), [("adamw", 1), ("adamw", 2), ("adafactor", 1), ("adamw_8bit", 1), ("muon", 1)]
+)
 def test_a_skipped_step_changes_no_bit_of_weights_and_optimizer(folder: Path, optimizer: str, accumulate: int) -> None:
     run_ranks(skip_as_if_it_had_not_been, folder, optimizer, accumulate)
 

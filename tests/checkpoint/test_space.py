@@ -20,6 +20,7 @@ from lit_fsdp.checkpoint.space import DiskSpace, estimate_state_bytes
 from lit_fsdp.checkpoint.writer import CheckpointWriter
 from lit_fsdp.optim.adafactor import Adafactor
 from lit_fsdp.optim.adamw_8bit import AdamW8bit
+from lit_fsdp.optim.muon import Muon
 from lit_fsdp.strategy.trainer_settings import count_checkpoints
 
 Build = Callable[[Any], torch.optim.Optimizer]
@@ -29,6 +30,7 @@ OPTIMIZERS: dict[str, Build] = {
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "adafactor": Adafactor,
+    "muon": lambda p: Muon([{"params": [w], "is_hidden": w.ndim == 2} for w in p]),
     "8bit": lambda p: AdamW8bit(p, lr=0.1),
 }
 

@@ -1,8 +1,10 @@
 """Optimizers that work on shards go on from checkpoints at any number of ranks, and refuse columns that are split."""
 
+from collections.abc import Iterable
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,17 +25,29 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lit_fsdp.optim.adafactor import Adafactor
 from lit_fsdp.optim.adamw_8bit import AdamW8bit
+from lit_fsdp.optim.muon import Muon
 from ranks import run_ranks
 
-OPTIMIZERS = {
+
+def build_muon(parameters: Iterable[nn.Parameter], **options: Any) -> Muon:
+    """Return Muon for matrices and stacks, with AdamW for the rest."""
+    groups: list[dict[str, Any]] = [{"params": [], "is_hidden": is_hidden} for is_hidden in (False, True)]
+    for parameter in parameters:
+        groups[parameter.ndim in (2, 3)]["params"].append(parameter)
+    return Muon([group for group in groups if group["params"]], **options)
+
+
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adafactor": (Adafactor, {"lr": 1e-2, "weight_decay": 0.1}),
     "adamw_8bit": (AdamW8bit, {"lr": 1e-3, "weight_decay": 0.1}),
+    "muon": (build_muon, {"lr": 1e-2, "weight_decay": 0.1}),
 }
 # Sums over ranks are rounded in another order.
-TOLERANCES = {"adafactor": 1e-6, "adamw_8bit": 0}
+TOLERANCES = {"adafactor": 1e-6, "adamw_8bit": 0, "muon": 0}
 # The others with `pytest -m slow`.
 QUICK = {
     *(("adafactor", "folder", "2"), ("adafactor", "folder", "3"), ("adafactor", "file", "2x2")),
+    *(("muon", "folder", "3"), ("muon", "file", "2x2")),
     *(("adamw_8bit", "folder", "3"), ("adamw_8bit", "folder", "2x2"), ("adamw_8bit", "file", "2")),
 }
 

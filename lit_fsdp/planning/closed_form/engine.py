@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lit_fsdp.optim.adamw_8bit import BLOCK_SIZE, is_8bit
 from lit_fsdp.optim.factory import Optimizer, choose_fused
+from lit_fsdp.optim.muon import MAX_STACK, list_hidden_matrices
 from lit_fsdp.planning.closed_form.model_reader import ModelReader
 from lit_fsdp.planning.closed_form.reader import Reader, UnreadableModuleError
 from lit_fsdp.planning.closed_form.step_walk import Moment, UnitSizes, Walk, WalkSettings
@@ -111,9 +112,7 @@ def estimate_step(
     tape = _read_model(model, settings, micro_batch, device_type)
     own = sum(count_shard_bytes(module, unit, shards) for unit in units)
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
-    state, temporary = _measure_optimizer(
-        parameters, model.optimizer, shards, is_scaled=model.dtypes.needs_loss_scaling
-    )
+    state, temporary = _measure_optimizer(module, model.optimizer, shards, is_scaled=model.dtypes.needs_loss_scaling)
     on_device = settings.cpu_offload is None
     whole = list_whole(module, ranks.world_size, not on_device, policy.param_dtype, settings.sharding)
     sharded = {name: parameter for name, parameter in parameters.items() if parameter not in whole}
@@ -244,20 +243,25 @@ def _find_last(names: Sequence[str], module: str) -> str:
     return _find_last(names, f"{prefix}{inner[-1][0]}")
 
 
-def _measure_optimizer(
-    parameters: Mapping[str, nn.Parameter], optimizer: Optimizer, num_shards: int, *, is_scaled: bool
-) -> tuple[int, int]:
+def _measure_optimizer(module: nn.Module, optimizer: Optimizer, num_shards: int, *, is_scaled: bool) -> tuple[int, int]:
     """Return the bytes of the state of one rank, and what a step needs besides."""
-    state, largest, casts = 0, 0, 0
-    for parameter in parameters.values():
+    state, largest, casts, of_matrices = 0, 0, 0, 0
+    hidden = list_hidden_matrices(module) if optimizer.name == "muon" else set()
+    for parameter in module.parameters():
         if not parameter.requires_grad:
             continue
         local, size = pad_numel(parameter, num_shards) // num_shards, parameter.element_size()
+        if parameter in hidden:
+            state += FLOAT32 + local * size
+            of_matrices = max(of_matrices, _measure_matrix(parameter, local, num_shards))
+            continue
         state += FLOAT32 + _count_state(parameter, local, optimizer)
         largest = max(largest, local * FLOAT32)
         casts += local * FLOAT32 if size != FLOAT32 else 0
     if optimizer.name == "adafactor":
         return state, casts + 2 * largest
+    if optimizer.name == "muon":
+        return state, max(2 * largest, of_matrices)
     if optimizer.name != "adamw" or choose_fused(optimizer.fused, is_scaled=is_scaled):
         return state, 0
     return state, 2 * largest  # the square root of a second mean, and what is made of it, one parameter after another
@@ -265,7 +269,7 @@ def _measure_optimizer(
 
 def _count_state(parameter: torch.Tensor, local: int, optimizer: Optimizer) -> int:
     rows = local // max(prod(parameter.shape[1:]), 1)
-    if optimizer.name == "adamw":
+    if optimizer.name in ("adamw", "muon"):
         return 2 * local * parameter.element_size()
     if optimizer.name != "adafactor":
         if not is_8bit(parameter.shape):
@@ -277,6 +281,16 @@ def _count_state(parameter: torch.Tensor, local: int, optimizer: Optimizer) -> i
     columns = parameter.shape[-1]
     matrices = 1 if parameter.dim() == 2 else local // (parameter.shape[-2] * columns)
     return (local // columns + matrices * columns) * FLOAT32
+
+
+def _measure_matrix(parameter: torch.Tensor, local: int, num_shards: int) -> int:
+    """Return what Muon makes for a matrix, or this rank's part of a stack: bfloat16 but for the mean of gradients."""
+    is_stack, short = parameter.dim() > 2, min(parameter.shape[-2:])
+    whole = local if is_stack or num_shards == 1 else parameter.numel()
+    at_once = min(whole, max(MAX_STACK, parameter.shape[-2:].numel())) if is_stack else whole
+    grams = 2 * 2 * short * short * at_once // parameter.shape[-2:].numel()
+    kept = 2 * whole if is_stack else 0
+    return max(local * (parameter.element_size() + 2), kept + 2 * 2 * at_once + grams)
 
 
 def _count_flops(tape: Tape, twice: Sequence[Op]) -> Flops:

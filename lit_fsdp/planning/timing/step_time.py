@@ -134,6 +134,8 @@ class Workload:
         moved_bytes: As of ``StepEstimate``.
         num_micro_batches: Accumulated in a step.
         update_bytes: Of ``count_update_bytes``.
+        update_flops: Of products of the optimizer.
+        update_exchanges: What ranks send each other for them.
         offloaded_bytes: Its shards, where they are in host memory: copied up for each gather, gradients down.
         overlaps_update: ``cpu_offload.overlap_optimizer``, for an optimizer that can.
         regather_ranks: ``reshard_after_forward``, where that is a number of ranks.
@@ -151,6 +153,8 @@ class Workload:
     moved_bytes: int
     num_micro_batches: int = 1
     update_bytes: int = 0
+    update_flops: int = 0
+    update_exchanges: Sequence[Exchange] = ()
     offloaded_bytes: int = 0
     overlaps_update: bool = False
     regather_ranks: int | None = None
@@ -300,12 +304,14 @@ def estimate_time(work: Workload, machine: Machine) -> StepTime:
     by_collective = _sum_kinds(times, work.num_micro_batches)
     communication = sum(by_collective.values())
     forward_share = work.flops.forward / max(work.flops.hardware, 1)
-    exchanged = _time_exchanges(work, machine)
+    exchanged = _time_exchanges(work.exchanges, machine)
     waits = compute_waits(times, compute, forward_share, work.num_micro_batches, work.num_reduce_buffers)
     update_gb_s = _HOST_GB_S / machine.ranks_per_node if work.offloaded_bytes else machine.memory_gb_s
     if machine.speed is not None:
         update_gb_s = machine.speed.update_bytes_per_s / 1e9
-    update = work.update_bytes / update_gb_s / 1e9
+    flops_per_s = machine.product_tflops * 1e12 if machine.speed is None else machine.speed.flops_per_s
+    update = work.update_bytes / update_gb_s / 1e9 + work.update_flops / flops_per_s
+    update += sum(_time_exchanges(work.update_exchanges, machine).values())
     if work.overlaps_update:
         once = compute / work.num_micro_batches
         update = _expose_update(update, once * forward_share, once * (1 - forward_share), num_units=len(times))
@@ -393,6 +399,8 @@ def count_update_bytes(plan: Sequence[Unit], optimizer: Optimizer, *, num_shards
         per_number = (numbers + 4) * itemsize
     elif optimizer.name == "adafactor":
         per_number = (numbers + 3) * itemsize  # three passes more, for the means of rows, columns and the update
+    elif optimizer.name == "muon":
+        per_number = (numbers + 2) * itemsize + 8  # the direction in bfloat16, written and read before and after
     else:
         per_number = numbers * itemsize + 4  # two bytes, read and written
     return per_number * sum(unit.num_trainable for unit in plan) // num_shards
@@ -432,10 +440,10 @@ def _sum_kinds(times: Sequence[UnitTimes], num_micro_batches: int) -> dict[str, 
     return {kind: seconds for kind, seconds in sums.items() if seconds}
 
 
-def _time_exchanges(work: Workload, machine: Machine) -> dict[str, float]:
-    """Return the seconds of a step in what neighbouring ranks of the same rows send each other, by kind."""
+def _time_exchanges(exchanges: Sequence[Exchange], machine: Machine) -> dict[str, float]:
+    """Return the seconds of a step in what neighbouring ranks send each other, by kind."""
     found: dict[str, float] = {}
-    for exchange, count in Counter(work.exchanges).items():
+    for exchange, count in Counter(exchanges).items():
         group = arrange_groups(1, exchange.num_ranks, machine.ranks_per_node)[0]
         if exchange.kind == "all_to_all":
             name, seconds = "all_to_all", time_exchange(exchange.num_bytes, group, machine.links)

@@ -220,7 +220,9 @@ def test_states_of_8_gb_of_parameters_are_32_gb_on_one_gpu_and_8_gb_on_each_of_f
     assert count_states(shared) == pytest.approx(count_states(alone) / 4, rel=0.001)
 
 
-@pytest.mark.parametrize(("optimizer", "num_bytes"), [("adamw", 8.0), ("adamw_8bit", 2.03), ("adafactor", 0.003)])
+@pytest.mark.parametrize(
+    ("optimizer", "num_bytes"), [("adamw", 8.0), ("adamw_8bit", 2.03), ("adafactor", 0.003), ("muon", 4.34)]
+)
 def test_the_optimizer_state_has_its_bytes_per_parameter(optimizer: Any, num_bytes: float) -> None:
     model = Model(**LARGE)
     count = sum(p.numel() for p in model.parameters())

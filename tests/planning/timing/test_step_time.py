@@ -394,6 +394,7 @@ def test_the_optimizer_moves_its_bytes() -> None:
     plan = [Unit(names=("",), kind="root", parameters=("r",), num_params=1000, num_trainable=800)]
     assert count_update_bytes(plan, Optimizer(), num_shards=4, itemsize=4) == 10 * 4 * 200
     assert count_update_bytes(plan, Optimizer(name="adamw_8bit"), num_shards=4, itemsize=4) == (6 * 4 + 4) * 200
+    assert count_update_bytes(plan, Optimizer(name="muon"), num_shards=4, itemsize=4) == (8 * 4 + 8) * 200
     assert count_update_bytes(plan, Optimizer(name="adafactor"), num_shards=1, itemsize=2) == 9 * 2 * 800
 
 

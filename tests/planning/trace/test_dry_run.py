@@ -15,6 +15,7 @@ from lit_fsdp.adapters.inject import add_adapters
 from lit_fsdp.adapters.layers import import_peft
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.optim.factory import Optimizer, build_optimizer
+from lit_fsdp.optim.muon import list_hidden_matrices
 from lit_fsdp.planning.trace.dry_run import fake_ranks, trace_training_step
 from lit_fsdp.profiling.memory_log import StepMemory
 from lit_fsdp.quantization.kernels import load_kernels
@@ -62,7 +63,7 @@ class Model(nn.Module):
 
 
 def make_optimizer(settings: Optimizer, module: nn.Module) -> torch.optim.Optimizer:
-    return build_optimizer(module.parameters(), settings, is_scaled=False)
+    return build_optimizer(module.parameters(), settings, hidden=list_hidden_matrices(module))
 
 
 def make_batch(document: int = 64) -> dict[str, Tensor]:
@@ -126,6 +127,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ),
     ({}, {}, {"optimizer": Optimizer(name="adamw_8bit")}),
     ({}, {}, {"optimizer": Optimizer(name="adafactor")}),
+    ({"model_type": "qwen3_moe", **EXPERTS}, {}, {"dtypes": BF16, "optimizer": Optimizer(name="muon")}),
     ({}, {}, {"optimizer": Optimizer(fused=False)}),
     ({}, {"activation_checkpointing": ActivationCheckpointing(mode="selective")}, {}),
     ({"tie_word_embeddings": True}, {}, {}),

@@ -109,6 +109,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "sharding": Sharding(backward_prefetch=1, reshard_after_forward=False),
         },
     ),
+    "muon": ({}, {"world_size": 4, "precision": "bf16-mixed", "optimizer": Optimizer(name="muon")}),
     "experts, adapters over NF4, selective": (
         {"model_type": "qwen3_moe", "is_adapted": True, **EXPERTS},
         {
