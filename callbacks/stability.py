@@ -186,6 +186,12 @@ class StabilityMonitor(StepCallback):
         total = loss.detach().float()
         self._state.rank_loss = total if self._state.rank_loss is None else self._state.rank_loss + total
 
+    def on_step_undone(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Forget the losses and outputs of a step that is computed again, see ``oom_retries``."""
+        self._state.rank_loss = None
+        self._watch.take_sums()
+        self._watch.is_on = True
+
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         state, self._state = self._state, _StepState()

@@ -124,6 +124,9 @@ class RetriedSteps:
             if not failures:
                 break
             self._memory.undo()
+            for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
+                if hasattr(callback, "on_step_undone"):  # ours, or the user's
+                    callback.on_step_undone(self._trainer, self._module)
             self._drop_gradients()
             self._answer(failures)
             is_redone = True

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from memory_faults import Fault, Faults
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from training import EVEN, GLOBAL_BATCH, Rows, build_trainer, collate, make_rows, save_model
@@ -309,6 +310,8 @@ def test_too_many_skips_in_a_row_end_the_run(folder: Path, tmp_path: Path) -> No
 class Plain(LightningModule):
     """A module of somebody else: no loss of the step, no norm, no samples."""
 
+    bad_step: int | None = 2
+
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
@@ -317,7 +320,7 @@ class Plain(LightningModule):
         for block in self.blocks:
             batch = block(batch)
         loss = batch.square().mean()
-        is_bad = self.global_step == 2 and self.trainer.global_rank == self.trainer.world_size - 1
+        is_bad = self.global_step == self.bad_step and self.trainer.global_rank == self.trainer.world_size - 1
         return loss * math.nan if is_bad else loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -342,6 +345,32 @@ def fit_plain(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_any_module_under_any_strategy_is_watched(strategy: str) -> None:
     run_ranks(fit_plain, strategy)
+
+
+def redo_a_step(policy: str) -> None:
+    found = []
+    for faults in ([], [Fault(rank=0, phase="end", step=2, micro_batch=1)]):
+        torch.manual_seed(0)
+        monitor = StabilityMonitor(policy=policy, window=4)  # type: ignore[arg-type]
+        strategy = FSDP2Strategy(print_plan=False, oom_retries=1)
+        trainer = build_trainer(
+            strategy,
+            callbacks=[monitor, Faults(faults)],
+            max_steps=4,
+            gradient_clip_val=None,
+            accumulate_grad_batches=2,
+        )
+        task = Plain()
+        task.bad_step = None
+        trainer.fit(task, DataLoader(torch.randn(32, 4), batch_size=2))
+        found.append(monitor.state_dict())
+    assert found[0]["events"] == []
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("policy", ["warn", "stop"])
+def test_a_step_that_is_redone_counts_once(policy: str) -> None:
+    run_ranks(redo_a_step, policy)
 
 
 def test_one_device_needs_no_process_group_and_a_second_fit_begins_anew(tmp_path: Path) -> None:
