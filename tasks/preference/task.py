@@ -200,7 +200,7 @@ class PreferenceTuning(CausalLM):
         with explain_build_errors(self.config_settings):
             model = build_model(self.read_config(), self.attention)
         if self.quantization is not None:
-            quantize_model(model, self.quantization, keep=())
+            quantize_model(model, self.quantization, keep=() if self.lora is None else self.lora.modules_to_save)
         model.requires_grad_(False)
         if self.loss_chunks > 1:
             install_chunked_loss(model, self.loss_chunks)

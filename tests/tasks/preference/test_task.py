@@ -1,6 +1,7 @@
 """Preference tuning: the same on any number of ranks and by any reference, resumed, planned, exported."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +79,20 @@ def test_a_reference_is_computed_before_epochs_whose_steps_were_counted_at_the_s
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("quantization", [None, pytest.param(Quantization(), id="nf4")])
-def test_switched_off_adapters_are_the_model_below_them(
-    quantization: Quantization | None, folder: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("lora", "quantization"),
+    [
+        pytest.param(LORA, None, id="full"),
+        pytest.param(LORA, Quantization(), id="nf4"),
+        pytest.param(replace(LORA, modules_to_save=["down_proj"]), Quantization(), id="nf4 beside what trains in full"),
+    ],
+)
+def test_every_reference_is_the_model_below_the_adapters(
+    lora: LoRA, quantization: Quantization | None, folder: Path, tmp_path: Path
 ) -> None:
     shutil.copy(folder / "pairs.jsonl", tmp_path / "pairs.jsonl")
     save_model(tmp_path / "model", **{**SIZES, "vocab_size": 320})
-    task = {"lora": LORA, "quantization": quantization}
+    task = {"lora": lora, "quantization": quantization}
     truth = train(tmp_path, 1, {**task, **MODEL})
     assert truth[0].losses[0] == pytest.approx(0.6931472, abs=1e-7)  # as nothing has been learned yet
     assert truth[0].losses[-1] < truth[0].losses[0]
