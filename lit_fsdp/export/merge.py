@@ -6,7 +6,7 @@ adapter is merged as peft does it. The host holds the tensors of one conversion,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from lit_fsdp.adapters.initialization import decompose, is_decomposed
 from lit_fsdp.adapters.inject import add_adapters
@@ -95,12 +96,17 @@ class AdaptedWeights:
         self.trained = [n for n in checkpoint.tensors if is_saved(n, self.lora) and not is_adapter_name(n)]
         self._quantized: set[str] = set()
         self.has_quantized_experts = False
+        self.unquantized: list[str] | None = None  # for Transformers, where its own choice would be another
         if self.quantization is not None:
             model = build_on_meta(checkpoint)
+            linear, head = _list_linear(model), model.get_output_embeddings()
             quantize_model(model, self.quantization, keep=self.lora.modules_to_save)
             layers = dict(iterate_quantized(model))
             self._quantized = {f"{n}.{key}" for n, layer in layers.items() for key in layer.dense_shapes}
             self.has_quantized_experts = any(isinstance(layer, QuantizedExperts) for layer in layers.values())
+            dense = [name for name in linear if name not in layers]
+            if dense != [name for name, module in linear.items() if module is head]:
+                self.unquantized = shorten_names(dense, linear)
 
     def describe_adapter(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of the adapter of one weight on the meta device, by their names in the checkpoint."""
@@ -195,6 +201,23 @@ def open_base(
             "base to a copy of that model"
         )
     return folder
+
+
+def shorten_names(names: Sequence[str], among: Collection[str]) -> list[str]:
+    """Return the last parts of names by which Transformers finds these ``among`` others, or else the names in full.
+
+    It takes all whose name ends so, also in the middle of a word; seen in 5.23.
+    """
+    short = []
+    for name in names:
+        part = name.rpartition(".")[2]
+        short.append(part if {n for n in among if n.endswith(part)} <= {*names} else name)
+    return list(dict.fromkeys(short))
+
+
+def _list_linear(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers that Transformers quantizes if it is not told otherwise; seen in 5.23."""
+    return {n: m for n, m in model.named_modules() if type(m) is nn.Linear or isinstance(m, Conv1D)}
 
 
 def list_aliases(model: PreTrainedModel) -> dict[str, list[str]]:

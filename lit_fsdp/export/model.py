@@ -143,6 +143,7 @@ def export_model(
             is_adapter=is_adapter,
             is_gguf=gguf is not None,
             has_quantized_experts=adapted is not None and adapted.has_quantized_experts,
+            unquantized=None if adapted is None else adapted.unquantized,
         )
         (folder / "README.md").write_text(card)
     message = commit_message or f"Model of step {int(stored.meta.get('global_step', 0)):,}"

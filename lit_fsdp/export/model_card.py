@@ -15,7 +15,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from lit_fsdp.checkpoint.reader import StoredCheckpoint, find_run
 from lit_fsdp.export.position_embeddings import explain_size
 from lit_fsdp.redaction import redact, redact_yaml
-from lit_fsdp.weights.base_weights import BASE, LORA
+from lit_fsdp.weights.base_weights import BASE
 
 _TAGS = {
     "ForCausalLM": "text-generation",
@@ -23,6 +23,10 @@ _TAGS = {
     "ForMaskedLM": "fill-mask",
     "ForSequenceClassification": "text-classification",
 }
+_BLOCK_SIZE = 64  # of 4-bit weights in Transformers, which knows no other
+_BLOCKS = (
+    " A block had {size} weights in training. From a full base, these lines make blocks of {known}: logits differ."
+)
 _EXPERTS = " Its experts were quantized too, which these lines leave in full: logits differ by that error."
 
 
@@ -35,10 +39,22 @@ def write_model_card(
     is_adapter: bool,
     is_gguf: bool = False,
     has_quantized_experts: bool = False,
+    unquantized: Sequence[str] | None = None,
 ) -> str:
     """Return the text of a ``README.md`` as the Hugging Face Hub shows it.
 
     Configuration and metrics are those of the run that wrote the checkpoint, where they are known; without credentials.
+
+    Args:
+        name: Title, and the folder in the lines that load it.
+        stored: The checkpoint.
+        dtype: Of the weights.
+        num_parameters: That were written.
+        is_adapter: Whether they are adapters alone.
+        is_gguf: Whether they are one file for llama.cpp.
+        has_quantized_experts: Whether adapters were trained over quantized experts, which Transformers has not.
+        unquantized: The linear layers below adapters that stayed dense; ``None`` if they are those that Transformers
+            leaves dense anyway.
     """
     meta, run = stored.meta, find_run(stored.path)
     config = json.loads(stored.files["config.json"])
@@ -60,8 +76,10 @@ def write_model_card(
     if base is not None and not is_on_hub:
         lines += ["", f"The base model was `{base['name']}`."]
     if is_adapter and base is not None:
-        lines += _explain_loading(name, base, config, meta[LORA]["modules_to_save"])
+        lines += _explain_loading(name, base, config, unquantized)
         lines[-1] += _EXPERTS if has_quantized_experts else ""
+        if base["quantization"] is not None and (size := base["quantization"]["block_size"]) != _BLOCK_SIZE:
+            lines[-1] += _BLOCKS.format(size=size, known=_BLOCK_SIZE)
     lines += [line for note in explain_size(stored) for line in ("", note)]
     if metrics := _read_metrics(run, step):
         lines += ["", "## Metrics", "", "| metric | value | step |", "|---|---|---|"]
@@ -80,7 +98,9 @@ def _is_hub_name(name: str) -> bool:
     return True
 
 
-def _explain_loading(name: str, base: Mapping[str, Any], config: Mapping[str, Any], saved: Sequence[str]) -> list[str]:
+def _explain_loading(
+    name: str, base: Mapping[str, Any], config: Mapping[str, Any], unquantized: Sequence[str] | None
+) -> list[str]:
     """Return how to load adapters over the same weights that they were trained over."""
     architecture = config["architectures"][0]
     ending = next((ending for ending in _TAGS if architecture.endswith(ending)), "ForCausalLM")
@@ -103,8 +123,8 @@ def _explain_loading(name: str, base: Mapping[str, Any], config: Mapping[str, An
             is_double = quantization["double_quant"] is not False
             arguments += f"bnb_4bit_use_double_quant={is_double}, bnb_4bit_compute_dtype=torch.bfloat16"
             imports.insert(-1, "import torch")
-        if is_classifier:  # whose head Transformers would quantize
-            arguments += f", llm_int8_skip_modules={list(saved)}"
+        if unquantized is not None:
+            arguments += f", llm_int8_skip_modules={list(unquantized)}"
         setup.append(f"quantization = BitsAndBytesConfig({arguments})")
         after = ["", "They were trained over the base model with its weights quantized like this."]
     return [

@@ -56,6 +56,13 @@ RUNS: dict[str, tuple[str, LoRA, Quantization | None]] = {
     "experts nf4": ("mixtral", EXPERTS, Quantization()),
     "nf4": ("llama", replace(PLAIN, modules_to_save=["lm_head"]), Quantization(double_quant=False)),
     "nf4 double": ("llama", PLAIN, Quantization()),
+    "nf4 dense": (
+        "llama",
+        replace(PLAIN, modules_to_save=["q_proj", "layers.1.mlp.up_proj"]),
+        Quantization(skip_modules=["lm_head", "down_proj"]),
+    ),
+    "int8 head": ("llama", PLAIN, Quantization(type="int8", skip_modules=[])),
+    "nf4 blocks": ("llama", PLAIN, Quantization(block_size=32)),
     "dora nf4": ("llama", replace(PLAIN, use_dora=True), Quantization()),
     "mixtral nf4": (
         "mixtral",
@@ -111,7 +118,7 @@ MOVED = ("pissa", "pissa fast", "olora")
 ADDED = ("experts", "experts only", "experts gpt_oss", "experts olmoe", "experts deepseek_v3", "experts nf4")
 # What peft loads over the base; the others only merge.
 MERGED = (
-    *("pissa nf4", "olora fp4", "int8", "loftq int8"),
+    *("pissa nf4", "olora fp4", "int8", "loftq int8", "nf4 dense", "int8 head", "nf4 blocks"),
     *("olora attention int8", "pissa mixtral nf4", "loftq gpt_oss fp4"),
 )
 LOADED = [name for name in RUNS if name not in MERGED]
@@ -173,6 +180,35 @@ def test_peft_loads_it_over_the_same_base_with_the_logits_of_the_training_model(
     logits = run_model(model)
     assert measure(plain, path) > 1e-3
     assert measure(logits, path) <= (TOLERANCE if name in (*MOVED, *ADDED) else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "tolerance"),
+    [
+        ("nf4 dense", "llm_int8_skip_modules=['q_proj', 'down_proj', 'model.layers.1.mlp.up_proj', 'lm_head']", 0.0),
+        pytest.param("int8 head", "llm_int8_skip_modules=[]", 0.01, marks=pytest.mark.full),  # it multiplies in int8
+        pytest.param("nf4 double", "", 0.0, marks=pytest.mark.full),
+        pytest.param("nf4 blocks", "", None, marks=pytest.mark.full),
+    ],
+)
+def test_the_card_quantizes_the_layers_that_training_did(
+    runs: Runs, name: str, layers: str, tolerance: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = runs.get(name)
+    monkeypatch.chdir(tmp_path)
+    export_model(path / "last.ckpt", tmp_path / "out")
+    card = Path("out/README.md").read_text()
+    code = card.split("```python\n")[1].split("```")[0]
+    assert layers in code
+    assert ("llm_int8_skip_modules" in code) == bool(layers)
+    found: dict[str, Any] = {}
+    exec(
+        code.replace("torch.bfloat16", "torch.float32").replace("=quantization)", "=quantization, dtype='float32')"),
+        found,
+    )
+    logits = run_model(found["model"])
+    assert ("blocks of 64: logits differ" in card) == (tolerance is None)
+    assert measure(logits, path) > 1e-3 if tolerance is None else measure(logits, path) <= tolerance
 
 
 def test_peft_finds_the_base_by_itself(runs: Runs, tmp_path: Path) -> None:
