@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,10 +25,11 @@ _EXACT = "average/"  # in extra_state, before the names of averages that the wei
 class EMA(StepCallback):
     """Keep a moving average of the weights that train: it is validated, saved, tested and exported in their place.
 
-    Each rank averages its own shards, so nothing is sent. The average takes 4 bytes for each parameter of the shard, in
-    ``float32`` also where weights are not, and a step at most 16 MiB more. While the average is evaluated, a copy of
-    the trained weights lies beside it. Where weights are in 16 bits, saving takes 6 bytes for each parameter while the
-    checkpoint is put together, and loading 4 until training starts.
+    Those that are unfrozen during the run are averaged from then on. Each rank averages its own shards, so nothing is
+    sent. The average takes 4 bytes for each parameter of the shard, in ``float32`` also where weights are not, and a
+    step at most 16 MiB more. While the average is evaluated, a copy of the trained weights lies beside it. Where
+    weights are in 16 bits, saving takes 6 bytes for each parameter while the checkpoint is put together, and loading 4
+    until training starts.
     Checkpoints hold the average as the weights, and beside it the weights that training goes on with, at any number of
     ranks; of weights in low precision also the average in ``float32``.
 
@@ -41,7 +43,8 @@ class EMA(StepCallback):
             raise ValueError(f"decay: got {decay}: expected above 0, below 1, such as 0.999")
         self.decay, self.warmup = decay, warmup
         self._averages: dict[str, Tensor] = {}
-        self._exact: dict[str, Tensor] = {}  # read from a checkpoint; NaN where it has none
+        self._stored: Collection[str] = ()  # of a checkpoint that is loaded: names of its weights beside the average
+        self._exact: dict[str, Tensor] = {}  # read from it
         self._num_updates = 0
         self._kept: list[Tensor] | None = None  # what is to come back after an evaluation of the average
 
@@ -72,18 +75,20 @@ class EMA(StepCallback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin with the weights as they are; a checkpoint is loaded after this."""
         assert isinstance(trainer.strategy, FSDP2Strategy)
-        trained = _list_trained(pl_module)
-        self._averages = {name: p.detach().to(torch.float32, copy=True) for name, p in trained.items()}
-        self._num_updates = 0
-        low = {name: self._averages[name] for name, p in trained.items() if p.dtype != torch.float32}
-        self._exact = {f"{_EXACT}{name}": torch.full_like(average, torch.nan) for name, average in low.items()}
-        trainer.strategy.extra_state = self._averages | self._exact
+        self._averages, self._stored, self._num_updates = {}, (), 0
+        self._follow(pl_module)
+        trainer.strategy.make_extra_state = partial(self._make_room, pl_module)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(trainer.strategy, FSDP2Strategy)
         super().on_train_start(trainer, pl_module)
-        self._exact, trainer.strategy.extra_state = {}, self._averages  # nothing is loaded any more
+        self._exact, trainer.strategy.make_extra_state = {}, None  # nothing is loaded any more
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:  # an epoch may begin with unfreezing some
+            self._follow(pl_module)
 
     @override
     @torch.no_grad()
@@ -119,7 +124,7 @@ class EMA(StepCallback):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit" and isinstance(trainer.strategy, FSDP2Strategy):
-            trainer.strategy.extra_state = {}  # a checkpoint that is loaded to be evaluated has nothing to put there
+            trainer.strategy.make_extra_state = None  # an evaluation loads the average alone
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -130,15 +135,15 @@ class EMA(StepCallback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if not self._averages:
             return
-        trained = _list_trained(pl_module)
         stored = checkpoint["state_dict"]
-        weights = {name: stored[name].detach().float() for name in trained}
+        averaged = {name: p for name, p in self._follow(pl_module).items() if name in stored}
+        weights = {name: stored[name].detach().float() for name in averaged}
         if self._kept is not None:  # saved while the average is shown, as before a preemption
             weights = {name: weight.clone() for name, weight in weights.items()}
             torch._foreach_copy_([to_local(weight) for weight in weights.values()], self._kept)
-        low = [name for name, p in trained.items() if p.dtype != torch.float32]
+        low = [name for name, p in averaged.items() if p.dtype != torch.float32]
         checkpoint["extra_state"] = weights | {f"{_EXACT}{name}": self._averages[name] for name in low}
-        names = {id(parameter): name for name, parameter in trained.items()}
+        names = {id(parameter): name for name, parameter in averaged.items()}
         average = {  # under all names of what is tied
             _drop_wrapper(alias): self._averages[names[id(parameter)]].to(parameter.dtype)
             for alias, parameter in pl_module.named_parameters(remove_duplicate=False)
@@ -156,14 +161,12 @@ class EMA(StepCallback):
             averages, weights = self._list_pairs(pl_module)
             torch._foreach_copy_(averages, weights)
             return
-        is_stored = self.state_key in checkpoint.get("callbacks", {})
         for name, average, weight in zip(self._averages, *self._list_pairs(pl_module), strict=True):
             loaded = weight.float().clone()  # the average, or what a run without one has saved
-            if is_stored:
+            if name in self._stored:
                 weight.copy_(average)  # where the strategy has put what lay beside
                 exact = self._exact.get(f"{_EXACT}{name}")
-                if exact is not None and not to_local(exact).isnan().all():
-                    loaded = to_local(exact)
+                loaded = loaded if exact is None else to_local(exact)
             average.copy_(loaded)
 
     @override
@@ -176,8 +179,24 @@ class EMA(StepCallback):
 
     def _list_pairs(self, module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
         """Return this rank's parts of the averages and of the weights, which share memory with them."""
-        trained = _list_trained(module)
-        return [to_local(self._averages[n]) for n in trained], [to_local(p.detach()) for p in trained.values()]
+        averaged = self._follow(module)
+        return [to_local(self._averages[n]) for n in averaged], [to_local(p.detach()) for p in averaged.values()]
+
+    def _follow(self, module: nn.Module, names: Collection[str] = ()) -> dict[str, nn.Parameter]:
+        """Begin averages of what trains by now and of ``names``, with the weights as they are; return all with one."""
+        parameters = {_drop_wrapper(name): p for name, p in module.named_parameters()}
+        for name, parameter in parameters.items():
+            if name not in self._averages and (parameter.requires_grad or name in names):
+                self._averages[name] = parameter.detach().to(torch.float32, copy=True)
+        return {name: parameters[name] for name in self._averages}
+
+    def _make_room(self, module: nn.Module, stored: Collection[str]) -> dict[str, Tensor]:
+        """Return where to put what lay beside the average in a checkpoint, also of weights that are frozen so far."""
+        averaged = self._follow(module, stored)
+        self._stored = stored
+        low = [name for name in averaged if f"{_EXACT}{name}" in stored]
+        self._exact = {f"{_EXACT}{name}": torch.empty_like(self._averages[name]) for name in low}
+        return {name: room for name, room in (self._averages | self._exact).items() if name in stored}
 
 
 def _list_parts(averages: list[Tensor], weights: list[Tensor]) -> Iterator[list[tuple[Tensor, Tensor]]]:

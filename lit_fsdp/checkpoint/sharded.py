@@ -14,7 +14,7 @@ import gc
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import datetime, timedelta
 from enum import Enum
@@ -178,7 +178,7 @@ def load_checkpoint(
     *,
     strict: bool = True,
     verify: Verify = "sizes",
-    extra: Mapping[str, torch.Tensor] | None = None,
+    extra: Callable[[Collection[str]], Mapping[str, torch.Tensor]] | None = None,
     prepare: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
     """Load a checkpoint folder into a sharded model and its optimizers; return the rest. All ranks must call it.
@@ -192,7 +192,8 @@ def load_checkpoint(
         optimizers: As many as were saved; empty loads the model alone.
         strict: Refuse a checkpoint that lacks parameters of the model or holds others.
         verify: ``full`` reads all files to compare their checksums, ``sizes`` only small ones.
-        extra: Tensors to fill with what was saved beside model and optimizers, if anything was.
+        extra: Called with the names of what was saved beside model and optimizers, if anything was; returns tensors to
+            fill with it, of those that are wanted.
         prepare: Called with what is returned, before the optimizers are compared with those of the checkpoint.
 
     Raises:
@@ -226,8 +227,8 @@ def load_checkpoint(
         check_same_groups(path, optimizer, len({k.split(".")[2] for k in stored if k.startswith(prefix)}))
         present = {key.removeprefix(f"optimizer_{i}.state.") for key in stored}
         check_same_optimizer(path, optimizer, (name for name in names if name not in present))
-    if any(key.startswith(f"{EXTRA}.") for key in stored):
-        state[EXTRA] = {n: value for n, value in (extra or {}).items() if f"{EXTRA}.{n}" in stored}
+    if beside := {key.removeprefix(f"{EXTRA}.") for key in stored if key.startswith(f"{EXTRA}.")}:
+        state[EXTRA] = {} if extra is None else dict(extra(beside))
     # Without strict, parameters that are not stored keep their values.
     state["state_dict"] = {n: value for n, value in state["state_dict"].items() if f"state_dict.{n}" in stored}
     load_state(path, metadata, state)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.metadata import version
@@ -194,7 +194,8 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         self.checkpoint_format = checkpoint_format
         self.save_frozen = save_frozen
         self.async_save = async_save
-        self.extra_state: dict[str, Tensor] = {}  # filled on loading with what on_save_checkpoint put under this name
+        # Given the names of what on_save_checkpoint put under extra_state, returns tensors to load it into.
+        self.make_extra_state: Callable[[Collection[str]], Mapping[str, Tensor]] | None = None
         self._writer = CheckpointWriter(
             checkpoint_format=checkpoint_format,
             save_frozen=save_frozen,
@@ -744,7 +745,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
             raise ValueError("weights_only: got false: FSDP2Strategy reads tensors and plain values only; leave it out")
         path = enter(follow(locate(self.broadcast(str(checkpoint_path)))))
         is_fitting = self._module.trainer.state.fn == TrainerFn.FITTING
-        extra = self.extra_state if is_fitting else {}  # an evaluation after fit leaves its state as it is
+        extra = self.make_extra_state if is_fitting else None  # an evaluation after fit leaves its state as it is
         load = load_single_file if path.is_file() else partial(load_checkpoint, extra=extra)
         optimizers = self._real_optimizers if is_fitting else []
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):

@@ -7,11 +7,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import BackboneFinetuning
 from models import to_full
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from training import EVEN, GLOBAL_BATCH, TIED, UNEVEN, Rows, build_task, build_trainer, gather_weights, save_model
 
-from lit_fsdp import FSDP2Strategy
+from lit_fsdp import CPUOffload, FSDP2Strategy
 from lit_fsdp.callbacks import EMA
 from lit_fsdp.callbacks import ema as ema_module
 from lit_fsdp.profiling.memory_trace import MemoryTrace
@@ -111,6 +113,64 @@ def test_a_run_that_is_resumed_on_other_ranks_goes_on_with_weights_and_average(t
     rest, again = torch.load(tmp_path / "kept.pt")
     assert find_difference(rest[0], first[-1]) < 1e-7
     assert find_difference(rest[-1], whole[-1]) < 1e-6
+    assert find_difference(again, validated) < 1e-6
+
+
+class WithBackbone(pl.LightningModule):
+    """Trains its head first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.backbone = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 5))
+        self.head = nn.Linear(5, 1)
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        loss: Tensor = (self.head(self.backbone(batch)) - batch.sum(1, keepdim=True)).square().mean()
+        return loss
+
+    validation_step = training_step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=0.05, eps=1e-4)
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        rows = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
+        return DataLoader(rows, batch_size=4 // dist.get_world_size())
+
+    val_dataloader = train_dataloader
+
+
+def unfreeze(out: Path, epochs: int, resume: str | None, strategy: dict[str, Any]) -> None:
+    keep, ema = Keep(), EMA(decay=DECAY, warmup=False)
+    callbacks = [ema, BackboneFinetuning(1, verbose=False), keep]
+    options: dict[str, Any] = {"max_steps": -1, "max_epochs": epochs, "use_distributed_sampler": True}
+    trainer = build_trainer(FSDP2Strategy(print_plan=False, **strategy), callbacks=callbacks, **options)
+    trainer.fit(WithBackbone(), ckpt_path=resume)
+    trainer.save_checkpoint(out / f"{epochs}.ckpt")
+    if trainer.is_global_zero:
+        torch.save((keep.steps, keep.validated), out / "kept.pt")
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [{}, pytest.param({"cpu_offload": CPUOffload(overlap_optimizer=True)}, marks=pytest.mark.full, id="overlapped")],
+)
+def test_weights_that_are_unfrozen_join_and_a_resume_on_other_ranks_goes_on_with_both(
+    strategy: dict[str, Any], tmp_path: Path
+) -> None:
+    run_ranks(unfreeze, tmp_path, 4, None, strategy)
+    steps, validated = torch.load(tmp_path / "kept.pt")
+    name = "backbone.0.weight"
+    assert torch.equal(steps[3][name], steps[0][name])
+    assert not torch.equal(steps[4][name], steps[0][name])
+    assert find_difference(validated, average(steps)) < 1e-6
+    assert find_difference(validated, steps[-1]) > 1e-3
+    run_ranks(unfreeze, tmp_path, 2, None, strategy)
+    run_ranks(unfreeze, tmp_path, 4, str(tmp_path / "2.ckpt"), strategy, world_size=1)
+    rest, again = torch.load(tmp_path / "kept.pt")
+    assert find_difference(rest[0], steps[6]) < 1e-6
+    assert find_difference(rest[-1], steps[-1]) < 1e-6
     assert find_difference(again, validated) < 1e-6
 
 
