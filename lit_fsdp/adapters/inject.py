@@ -115,7 +115,7 @@ def _inject(model: Any, lora: LoRA) -> None:
     )
     model.requires_grad_(requires_grad=False)  # peft does, which is not asked where only experts get adapters
     if targets:
-        _inject_into_layers(model, lora, given)
+        _inject_into_layers(model, lora, given, targets)
     if weights:
         import_peft()
         from lit_fsdp.adapters.experts import add_expert_adapter  # it imports peft
@@ -131,7 +131,7 @@ def _inject(model: Any, lora: LoRA) -> None:
     model.peft_config = {ADAPTER: config}
 
 
-def _inject_into_layers(model: nn.Module, lora: LoRA, given: LoraConfig) -> None:
+def _inject_into_layers(model: nn.Module, lora: LoRA, given: LoraConfig, targets: Sequence[str]) -> None:
     holder = nn.Module()  # without a config, by which peft 0.21 takes names of experts for those of Transformers 4
     holder.add_module(_HELD, model)
     try:
@@ -139,7 +139,7 @@ def _inject_into_layers(model: nn.Module, lora: LoRA, given: LoraConfig) -> None
     except (ValueError, NotImplementedError, TypeError, AttributeError) as error:
         reason = re.sub(r"\(\n.*\n\)", "", str(error), flags=re.DOTALL)  # a module as it prints itself
         text = " ".join(reason.split())[:200]
-        if any(is_experts(model.get_submodule(name.removeprefix(f"{_HELD}."))) for name in given.target_modules or ()):
+        if any(is_experts(model.get_submodule(name)) for name in targets):
             text = "fused experts are no layers; name their weights in target_parameters"
         raise ValueError(f"lora.target_modules: got {lora.target_modules!r}: {text}") from error
     from lit_fsdp.adapters.linear import take_over  # it imports peft
@@ -170,8 +170,21 @@ def _resolve_targets(model: nn.Module, lora: LoRA) -> list[str]:
     else:
         found = [name for name in _list_modules(model, lora) if any(_ends_with(name, part) for part in targets)]
     if not found:
-        raise ValueError(f"lora.target_modules: got {lora.target_modules!r}: no module of the model has such a name")
+        raise ValueError(f"lora.target_modules: got {targets!r}: {_describe_no_target(model, lora)}")
     return found
+
+
+def _describe_no_target(model: nn.Module, lora: LoRA) -> str:
+    """Return why no module gets an adapter."""
+    targets, names = lora.target_modules, [name for name, _ in model.named_modules() if name]
+    if isinstance(targets, str) and targets != "all-linear" and not any(re.fullmatch(targets, name) for name in names):
+        if any(_ends_with(name, targets) for name in names):
+            return f"a text is a regular expression of whole names; set a list of names, [{targets}]"
+        near = difflib.get_close_matches(targets, ["all-linear"], n=1)
+        return "no module of the model has such a name" + ("; did you mean all-linear?" if near else "")
+    if lora.exclude_modules or lora.modules_to_save:
+        return "exclude_modules and modules_to_save leave none"
+    return "the model has no plain linear layers; name other modules"
 
 
 def _list_modules(model: nn.Module, lora: LoRA) -> dict[str, nn.Module]:

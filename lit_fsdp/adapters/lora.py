@@ -6,7 +6,8 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from numbers import Integral
+from typing import Any, Literal, get_args
 
 from lit_fsdp.adapters.layers import import_peft
 
@@ -57,21 +58,25 @@ class LoRA:
     dtype: _DTypeName = "float32"
 
     def __post_init__(self) -> None:
-        if isinstance(self.target_parameters, str):  # from Python; of a configuration the parser refuses it
-            raise ValueError(  # noqa: TRY004
-                f"lora.target_parameters: got {self.target_parameters!r}: expected a list of names; set it to "
-                f"[{self.target_parameters}]"
-            )
         for name in ("target_parameters", "exclude_modules", "modules_to_save"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))  # YAML gives lists
+            names = getattr(self, name)
+            if isinstance(names, str):  # from Python; of a configuration the parser refuses it
+                raise ValueError(f"lora.{name}: got {names!r}: expected a list of names; set it to [{names}]")  # noqa: TRY004
+            object.__setattr__(self, name, tuple(names))  # YAML gives lists
         if not isinstance(self.target_modules, str):
             object.__setattr__(self, "target_modules", tuple(self.target_modules))
 
     def check(self, *, is_quantized: bool) -> None:
         """Refuse values with which nothing would be trained, or which contradict each other."""
         rules = {
-            "r": (self.r >= 1, "1 or more"),
-            "rank_pattern": (all(r >= 1 for r in self.rank_pattern.values()), "ranks of 1 or more"),
+            "r": (_is_rank(self.r), "1 or more, and whole"),
+            "rank_pattern": (all(map(_is_rank, self.rank_pattern.values())), "ranks of 1 or more, and whole"),
+            # Of a configuration the parser refuses others.
+            "init_lora_weights": (
+                self.init_lora_weights in get_args(InitName),
+                f"one of {', '.join(get_args(InitName))}",
+            ),
+            "dtype": (self.dtype in get_args(_DTypeName), f"one of {', '.join(get_args(_DTypeName))}"),
             "alpha": (0 < self.alpha < math.inf, "above 0, and finite"),
             "alpha_pattern": (all(0 < a < math.inf for a in self.alpha_pattern.values()), "values above 0, and finite"),
             "dropout": (0 <= self.dropout < 1, "from 0 to below 1"),
@@ -80,12 +85,16 @@ class LoRA:
                 "all-linear, names or a regular expression",
             ),
         }
-        try:
-            re.compile(self.target_modules if isinstance(self.target_modules, str) else "")
-        except re.error as error:
-            raise ValueError(
-                f"lora.target_modules: got {self.target_modules!r}: no regular expression: {error}"
-            ) from error
+        expressions = {
+            "target_modules": [self.target_modules] if isinstance(self.target_modules, str) else [],
+            "rank_pattern": self.rank_pattern,
+            "alpha_pattern": self.alpha_pattern,
+        }
+        for name, expression in ((name, expression) for name, found in expressions.items() for expression in found):
+            try:
+                re.compile(expression)
+            except re.error as error:
+                raise ValueError(f"lora.{name}: got {expression!r}: no regular expression: {error}") from error
         for name, (is_right, expected) in rules.items():
             if not is_right:
                 raise ValueError(f"lora.{name}: got {getattr(self, name)!r}: expected {expected}")
@@ -137,6 +146,10 @@ class LoRA:
             alpha_pattern={name: _to_whole(alpha) for name, alpha in self.alpha_pattern.items()},
             bias="none",
         )
+
+
+def _is_rank(value: Any) -> bool:
+    return isinstance(value, Integral) and int(value) >= 1
 
 
 def _to_whole(alpha: float) -> Any:

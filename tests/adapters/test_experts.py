@@ -286,11 +286,10 @@ def test_units_apart_from_the_experts_that_compute_with_them_are_refused() -> No
             check_units(model, [f"{inside}.{name}"])
 
 
-def test_one_name_is_written_as_a_list() -> None:
-    with pytest.raises(
-        ValueError, match=rf"lora.target_parameters: got '{DOWN}': expected a list .* set it to \[{DOWN}\]"
-    ):
-        LoRA(target_parameters=DOWN)
+@pytest.mark.parametrize("setting", ["target_parameters", "exclude_modules", "modules_to_save"])
+def test_one_name_is_written_as_a_list(setting: str) -> None:
+    with pytest.raises(ValueError, match=rf"lora.{setting}: got '{DOWN}': expected a list .* set it to \[{DOWN}\]"):
+        LoRA(**{setting: DOWN})  # type: ignore[arg-type]
 
 
 def test_a_model_without_experts_is_named() -> None:

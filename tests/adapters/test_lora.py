@@ -94,6 +94,18 @@ def test_a_seed_draws_the_same_model_below_adapters_and_a_start_that_adds_nothin
     ("options", "message"),
     [
         ({"r": 0}, "lora.r: got 0: expected 1 or more"),
+        ({"r": 2.5}, "lora.r: got 2.5: expected 1 or more, and whole"),
+        ({"rank_pattern": {"q_proj": 0.5}}, "lora.rank_pattern: got .*: expected ranks of 1 or more, and whole"),
+        ({"rank_pattern": {"(": 4}}, r"lora.rank_pattern: got '\(': no regular expression: missing \)"),
+        ({"init_lora_weights": "eva"}, "lora.init_lora_weights: got 'eva': expected one of default, gaussian, pissa"),
+        ({"dtype": "float16"}, "lora.dtype: got 'float16': expected one of float32, bfloat16"),
+        ({"target_modules": "q_proj"}, r"got 'q_proj': a text is a regular .* names; set a list of names, \[q_proj\]"),
+        ({"target_modules": "all_linear"}, "got 'all_linear': no module .* has such a name; did you mean all-linear"),
+        (
+            {"target_modules": ["q_proj"], "exclude_modules": ["self_attn"]},
+            r"lora.target_modules: got \('q_proj',\): exclude_modules and modules_to_save leave none",
+        ),
+        ({"modules_to_save": ["model"]}, "lora.target_modules: got 'all-linear': exclude_modules and modules_to_save"),
         ({"alpha": 0}, "lora.alpha: got 0: expected above 0"),
         ({"dropout": 1.0}, "lora.dropout: got 1.0: expected from 0 to below 1"),
         ({"target_modules": []}, r"lora.target_modules: got \(\): expected all-linear, names or"),
