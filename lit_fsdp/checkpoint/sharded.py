@@ -40,9 +40,17 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lit_fsdp.checkpoint.leftovers import make_room
-from lit_fsdp.checkpoint.manifest import ChecksumFileSystem, Verify, check_files, describe_files, write_manifest
+from lit_fsdp.checkpoint.manifest import (
+    ChecksumFileSystem,
+    Verify,
+    check_files,
+    describe_files,
+    is_complete,
+    write_manifest,
+)
 from lit_fsdp.checkpoint.places import get_save_number, put_in_place, remove_older, write_beside
 from lit_fsdp.checkpoint.remote import Location, RemotePath
+from lit_fsdp.checkpoint.space import SHARED, wait_for
 from lit_fsdp.checkpoint.staging import has_gpu_tensors
 from lit_fsdp.checkpoint.untrusted import load_plain, load_state, read_metadata
 from lit_fsdp.errors import join_names
@@ -163,6 +171,8 @@ def save_checkpoint(
                 step = meta.get("global_step")
                 write_manifest(beside, files, save_number=save_number, step=step if isinstance(step, int) else None)
                 if isinstance(path, Path) and isinstance(beside, Path):
+                    if not wait_for(lambda: is_complete(beside)):  # as each machine has a folder of its own
+                        raise RuntimeError(f"checkpoint {path} lacks the files of other machines: {SHARED}")
                     put_in_place(path, beside)
                 elif isinstance(path, RemotePath):
                     remove_older(path, beside, get_save_number(beside))

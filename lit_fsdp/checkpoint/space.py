@@ -5,9 +5,13 @@ from __future__ import annotations
 import copy
 import math
 import os
+import secrets
 import shutil
+import socket
+import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,11 @@ from lit_fsdp.optim.sharded_optimizer import ShardOptimizer
 from lit_fsdp.sharding.torch_internals import to_local
 
 SPARE_BYTES = 64 * 2**20  # for metadata, and so that the disk is not filled to the last byte
+SHARED = (
+    "expected a folder that all machines share: set dirpath of ModelCheckpoint to one, or to an address such as "
+    "s3://bucket/run"
+)
+_PATIENCE_S = 60.0  # for so long a network file system may take a name for missing that was just made elsewhere
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +89,65 @@ def check_access(folder: Path) -> None:
         raise ValueError(
             f"checkpoints: {folder} cannot be written to: set dirpath of ModelCheckpoint to another folder"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """A file that one rank leaves for others to find.
+
+    Args:
+        host: Of that rank.
+        depth: Of how many parts the folder of the checkpoints has to be shortened to be that of the file.
+        name: Of the file.
+    """
+
+    host: str
+    depth: int
+    name: str
+
+
+@contextmanager
+def leave_mark(folder: Path) -> Iterator[Mark | None]:
+    """Hold a file in a folder, or in the nearest one above that is there; ``None`` where none can be made."""
+    place = _find_existing(folder)
+    mark = Mark(
+        host=socket.gethostname(),
+        depth=[folder, *folder.parents].index(place),
+        name=f".shared-{secrets.token_hex(4)}",
+    )
+    try:
+        (place / mark.name).touch()
+    except OSError:  # a full disk, of which the user will read
+        yield None
+        return
+    try:
+        yield mark
+    finally:
+        with suppress(OSError):
+            (place / mark.name).unlink()
+
+
+def check_mark(folder: Path, mark: Mark) -> None:
+    """Refuse a folder that is another one than that of the rank that left a mark.
+
+    Raises:
+        ValueError: It does not have the mark.
+    """
+    path = [folder, *folder.parents][mark.depth] / mark.name
+    if not wait_for(path.exists):
+        raise ValueError(
+            f"checkpoints: {folder} on {socket.gethostname()} is not the one on {mark.host}, where rank 0 is: {SHARED}"
+        )
+
+
+def wait_for(is_there: Callable[[], bool]) -> bool:
+    """Return whether what another machine has written is there, as soon as a network file system shows it."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while not is_there():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def _find_existing(folder: Path) -> Path:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -30,8 +32,10 @@ from lit_fsdp.checkpoint.space import (
     SPARE_BYTES,
     DiskSpace,
     check_access,
+    check_mark,
     count_bytes,
     estimate_state_bytes,
+    leave_mark,
     measure_free,
 )
 from lit_fsdp.checkpoint.staging import Stager
@@ -128,6 +132,9 @@ class CheckpointWriter:
             model: Sharded.
             optimizers: Of the run.
             extra_bytes: What this rank will write beside model and optimizers, where it is not weights alone.
+
+        Raises:
+            ValueError: Nothing can be written there, or shards of machines would go to folders of their own.
         """
         is_first = not dist.is_initialized() or dist.get_rank() == 0
         addresses = dict.fromkeys(folder for folder in folders if isinstance(folder, RemotePath))
@@ -142,6 +149,8 @@ class CheckpointWriter:
         agree(check)
         if not here:
             return None
+        if self.checkpoint_format == "sharded":
+            _check_shared(here, is_first=is_first)
         is_whole = self.checkpoint_format == "single_file"  # which is not gathered only to be counted
         own = count_bytes(model.state_dict() if is_whole else self.get_model_state(model))
         num_whole, num_weights = num_at_once
@@ -290,6 +299,19 @@ class CheckpointWriter:
         folder = path.parent
         needed = sum(agree(lambda: count_bytes(state))) + SPARE_BYTES
         return max(needed - min(agree(lambda: measure_free(folder))), 0)
+
+
+def _check_shared(folders: Sequence[Path], *, is_first: bool) -> None:
+    """Refuse folders that machines do not share, before there is anything to save; all ranks must call it."""
+    with ExitStack() as held:
+        marks = agree(lambda: [held.enter_context(leave_mark(f)) for f in folders] if is_first else [])[0]
+
+        def look() -> None:
+            for folder, mark in zip(folders, marks, strict=True):
+                if mark is not None:
+                    check_mark(folder, mark)
+
+        agree(look)
 
 
 def list_left_out(model: nn.Module, checkpoint_format: CheckpointFormat, save_frozen: bool | None) -> set[str]:

@@ -217,7 +217,7 @@ def _report_interruption(*_: object) -> None:
 
 def _report_once(line: str) -> None:
     """Report an error, unless torchrun or SLURM has started this process and the first of its ranks says the same."""
-    is_one_of_many = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or "SLURM_STEP_ID" in os.environ
+    is_one_of_many = "TORCHELASTIC_USE_AGENT_STORE" in os.environ or "SLURM_STEP_ID" in os.environ
     is_early = is_one_of_many and not is_debugging()
     share = importlib.import_module("lit_fsdp.strategy.roll_call").share_refusal if is_early else None
     if share is None or not share(line, patience_s=5.0, say=report_error):

@@ -171,7 +171,7 @@ def share_refusal(line: str, patience_s: float, say: Callable[[str], None]) -> b
     """Tell the other ranks in which line this one ends, and return whether it is said: rank 0 says it for all.
 
     False where ranks have no store in common, or lose it: a line that is told twice is better than one that is lost.
-    Uses the store of the process group, else that of torchrun's agent, or one of rank 0 where SLURM has started it.
+    Uses the store of the process group, else that of torchrun's agent, or one of rank 0 where there is none.
 
     Args:
         line: Of this rank.
@@ -217,7 +217,7 @@ class _Place(NamedTuple):
 
 def _find_place() -> _Place | None:
     environ = os.environ
-    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if "TORCHELASTIC_USE_AGENT_STORE" in environ:
         address, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
         rank, world_size = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
         return _Place(rank, world_size, address, int(port)) if address and port.isdecimal() else None

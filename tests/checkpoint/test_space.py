@@ -4,11 +4,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from launches import fork_ranks, write_run
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -16,12 +18,16 @@ from lightning_utilities.core import rank_zero
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from lit_fsdp.checkpoint import space
+from lit_fsdp.checkpoint.manifest import is_complete
+from lit_fsdp.checkpoint.sharded import save_checkpoint
 from lit_fsdp.checkpoint.space import DiskSpace, estimate_state_bytes
 from lit_fsdp.checkpoint.writer import CheckpointWriter
 from lit_fsdp.optim.adafactor import Adafactor
 from lit_fsdp.optim.adamw_8bit import AdamW8bit
 from lit_fsdp.optim.muon import Muon
 from lit_fsdp.strategy.trainer_settings import count_checkpoints
+from ranks import run_ranks
 
 Build = Callable[[Any], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Build] = {
@@ -223,3 +229,33 @@ def test_a_script_whose_last_checkpoint_is_missing_ends_with_a_line_and_code_1_u
         assert "fit has returned" in ended.stdout
         assert ("error: " in ended.stderr and "could not be saved" in ended.stderr) == (code == 1)
         assert (tmp_path / word / "elsewhere").exists() == (code == 0)
+
+
+def save_in_own_folders(folder: Path, shares: bool) -> None:
+    """Write on each rank in a folder of this machine, as a path of the same name on machines that share no disk."""
+    own = folder if shares else folder / str(dist.get_rank())
+    own.mkdir(exist_ok=True)
+    os.chdir(own)
+    model = nn.Linear(4, 4)
+    writer = CheckpointWriter(is_async=False, report=print)
+    path = Path("runs/checkpoints/step=1.ckpt")
+    begin = partial(writer.measure_space, [path.parent], (1, 0), model, [])
+    save = partial(save_checkpoint, path, {"state_dict": {str(dist.get_rank()): torch.ones(3)}}, meta={})
+    if shares:
+        begin()
+        save()
+        assert is_complete(path)
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(space, "_PATIENCE_S", 0.2)
+            with pytest.raises(ValueError, match=r"checkpoints: runs/checkpoints on .* is not the one on .* where rank"):
+                begin()
+            with pytest.raises(RuntimeError, match=r"step=1.ckpt lacks the files of other machines: expected a folder"):
+                save()
+        assert not path.exists()
+    assert not list(Path().rglob(".shared-*"))
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_machines_with_a_folder_each_save_nothing_that_looks_complete(tmp_path: Path, shares: bool) -> None:
+    run_ranks(save_in_own_folders, tmp_path, shares)

@@ -149,6 +149,7 @@ def test_a_port_where_something_else_never_answers_is_refused(tmp_path: Path) ->
 
 
 TORCHRUN = {"WORLD_SIZE": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+OWN_STORE = TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"}  # where nodes come and go
 SLURM = {"SLURM_NTASKS": "3", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "3"}
 
 
@@ -157,7 +158,7 @@ def share(folder: Path, port: int, *ranks: int, launcher: dict[str, str] = TORCH
     said = folder / "said"
 
     def body(rank: int) -> None:
-        own = {"RANK" if launcher is TORCHRUN else "SLURM_PROCID": str(rank)}
+        own = {"SLURM_PROCID" if launcher is SLURM else "RANK": str(rank)}
         os.environ.update({**launcher, **own, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
         time.sleep(1 if rank == 2 else 0)
         is_said = share_refusal("the same", 5 if len(ranks) > 1 else 0.3, lambda _: said.touch())
@@ -179,9 +180,12 @@ def test_the_first_rank_says_the_line_of_all_before_torchrun_can_end_it_for_one_
     assert store.num_keys() <= 2
 
 
-def test_the_first_task_of_slurm_says_the_line_of_all(tmp_path: Path) -> None:
-    assert share(tmp_path, find_free_port(), 0, 1, 2, launcher=SLURM) == [True, True, True]
-    assert share(tmp_path, find_free_port(), 1, launcher=SLURM) == [False]  # only one has something to say
+@pytest.mark.parametrize("launcher", [SLURM, OWN_STORE])
+def test_the_first_rank_says_the_line_of_all_where_no_agent_has_a_store(
+    tmp_path: Path, launcher: dict[str, str]
+) -> None:
+    assert share(tmp_path, find_free_port(), 0, 1, 2, launcher=launcher) == [True, True, True]
+    assert share(tmp_path, find_free_port(), 1, launcher=launcher) == [False]  # only one has something to say
 
 
 def meet(store: Store, rank: int, count: int, timeout_s: float) -> str:
