@@ -171,13 +171,18 @@ def save_checkpoint(
                 step = meta.get("global_step")
                 write_manifest(beside, files, save_number=save_number, step=step if isinstance(step, int) else None)
                 if isinstance(path, Path) and isinstance(beside, Path):
-                    if not wait_for(lambda: is_complete(beside)):  # as each machine has a folder of its own
-                        raise RuntimeError(f"checkpoint {path} lacks the files of other machines: {SHARED}")
+                    _await_files(path, beside)
                     put_in_place(path, beside)
                 elif isinstance(path, RemotePath):
                     remove_older(path, beside, get_save_number(beside))
 
         agree(finish, group)
+
+
+def _await_files(path: Path, beside: Path) -> None:
+    """Refuse a save whose files are not all there, as each machine has written those of its ranks to its own disk."""
+    if not wait_for(lambda: is_complete(beside)):
+        raise RuntimeError(f"checkpoint {path} lacks the files of other machines: {SHARED}")
 
 
 @_without_garbage_collection()

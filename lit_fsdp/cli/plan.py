@@ -41,6 +41,8 @@ from lit_fsdp.planning.timing.links import choose_links, parse_links
 from lit_fsdp.planning.trials import Trials
 from lit_fsdp.redaction import redact_yaml
 from lit_fsdp.reporting.sections import Section
+from lit_fsdp.sharding.mesh import Mesh
+from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.strategy.processes import count_devices
 
 _MAX_RANKS = 2**20
@@ -153,6 +155,7 @@ class PlanTrainer(PlannedTrainer):
         )
         named = hardware.gpu if gpu is not None and hardware is not None else None
         _check_asked(questions, search=search, device_bytes=device_bytes, gpu=named, prices=prices)
+        _check_float8(getattr(self.strategy, "settings", None), named)
         if out is not None:
             check_out_folder(out)
         if write is not None:
@@ -272,45 +275,54 @@ class PlanCLI(TrainerCLI):
 
     @override
     def before_instantiate_classes(self) -> None:
-        self.given_config = self._dump_given()
         trainer = self._get(self.config, "trainer")
         for name in _SPELLED_KEYS:  # options have become settings of model and data
             if (value := self._get(self.config, name)) is not None:
                 raise ConfigError(f"{name}: got {value}: an option of the command line, not a key of a file")
         asked = {name: _list_counts(self._get(self.config, name), name) for name in ("devices", "nodes")}
-        given = {name: counts[0] if counts else None for name, counts in asked.items()}
-        if given["devices"] is None and trainer["devices"] in (-1, "-1"):
+        if not asked["devices"] and trainer["devices"] in (-1, "-1"):
             raise ConfigError(
                 "trainer.devices: got -1, all GPUs of a machine: a plan looks at none; add their number, such as "
                 "--devices 4"
             )
         default = count_devices(trainer["devices"]) or self._get(self.config, "cpu_processes") or 1
-        trainer["devices"] = default if given["devices"] is None else given["devices"]
-        trainer["num_nodes"] = given["nodes"] or trainer["num_nodes"]
-        num_ranks = (count_devices(trainer["devices"]) or 1) * trainer["num_nodes"]
-        if any(len(counts) > 1 for counts in asked.values()):
-            self.asked_ranks = [
-                Ranks(num_nodes=nodes, per_node=devices)
-                for nodes in asked["nodes"] or [trainer["num_nodes"]]
-                for devices in asked["devices"] or [count_devices(trainer["devices"]) or 1]
-            ]
-            num_ranks = self.asked_ranks[-1].world_size
-        if num_ranks > _MAX_RANKS:
-            raise ConfigError(f"devices: {num_ranks:,} ranks on {trainer['num_nodes']:,} nodes: at most {_MAX_RANKS:,}")
+        all_ranks = [
+            Ranks(num_nodes=nodes, per_node=devices)
+            for nodes in asked["nodes"] or [trainer["num_nodes"]]
+            for devices in asked["devices"] or [default]
+        ]
+        if (most := all_ranks[-1]).world_size > _MAX_RANKS:
+            raise ConfigError(f"devices: {most.world_size:,} ranks on {most.num_nodes:,} nodes: at most {_MAX_RANKS:,}")
+        first = next(filter(self._can_have, all_ranks), all_ranks[0])  # if none can, an error will say why
+        self.given_config = self._dump_given(first)
+        trainer["devices"], trainer["num_nodes"] = first.per_node, first.num_nodes
+        if len(all_ranks) > 1:
+            self.asked_ranks = all_ranks[all_ranks.index(first) :]
         # Nothing of a run that would write, connect or listen is built.
         trainer["callbacks"] = [callback for callback in _list(trainer["callbacks"]) if _is_scheduler(callback)]
         trainer["profiler"] = None
         trainer["logger"] = False
         super().before_instantiate_classes()
 
-    def _dump_given(self) -> dict[str, Any]:
-        """Return the configuration as ``fit`` takes it, without what is as by default."""
+    def _can_have(self, ranks: Ranks) -> bool:
+        """Whether a step is possible on these ranks with the mesh and the global batch that are configured."""
+        strategy, data = self._get(self.config, "trainer")["strategy"], self._get(self.config, "data")
+        mesh = None if isinstance(strategy, str) else strategy.get("init_args.mesh")
+        try:
+            sizes = ranks.resolve(Mesh(**vars(mesh or Mesh())))
+        except ValueError:
+            return False
+        rows, total = ((data or {}).get(f"init_args.{name}") for name in ("batch_size", "global_batch_size"))
+        return not isinstance(total, int) or not rows or total % (rows * sizes.num_data_ranks) == 0
+
+    def _dump_given(self, ranks: Ranks) -> dict[str, Any]:
+        """Return the configuration as ``fit`` takes it on these ranks, without what is as by default."""
         assert self.subcommand is not None
         parser = self._subcommand_parsers[self.subcommand]
         given = yaml.safe_load(parser.dump(self.config[self.subcommand], skip_default=True, skip_unset=False)) or {}
-        for key, name in (("devices", "devices"), ("nodes", "num_nodes")):
-            if counts := _list_counts(given.get(key), key):  # of a range, what is planned is the first
-                given.setdefault("trainer", {})[name] = counts[0]
+        for key, name, count in (("devices", "devices", ranks.per_node), ("nodes", "num_nodes", ranks.num_nodes)):
+            if given.get(key) is not None:
+                given.setdefault("trainer", {})[name] = count
         return {key: value for key, value in given.items() if key not in _PLAN_KEYS}
 
     @override
@@ -420,6 +432,16 @@ def _check_asked(
         raise ConfigError(f"prices: got {prices}: not used; add --cheapest, or a range such as --nodes 1..8")
     if prices is not None and gpu is not None and questions.all_ranks and gpu not in questions.prices:
         raise ConfigError(f"prices: {prices}: no price of {gpu.name}, which is compared; add one, such as 0.35")
+
+
+def _check_float8(settings: Settings | None, gpu: Gpu | None) -> None:
+    """Refuse float8 on a GPU that ``fit`` would refuse it on."""
+    float8 = None if settings is None else settings.float8
+    if float8 is not None and not float8.emulate and gpu is not None and not gpu.has_float8:
+        raise ConfigError(
+            f"trainer.strategy.init_args.float8: {gpu.name} has no products in float8: expected compute capability 8.9 "
+            "or more, such as RTX 4090 or H100; leave it out"
+        )
 
 
 def _make_trials(steps: Steps, data: LightningDataModule | None, *, is_needed: bool) -> Trials | None:

@@ -159,7 +159,11 @@ def find_machines(trials: Trials, prices: Mapping[Gpu, float]) -> list[Machine]:
     sizes = [size for size in _NODE_SIZES if trials.can_share(Ranks(num_nodes=1, per_node=size))]
     by_size = {size: list(_list_settings(trials, Ranks(num_nodes=1, per_node=size))) for size in sizes}
     found: list[Machine] = []
+    float8 = trials.settings.float8
+    needs_float8 = float8 is not None and not float8.emulate
     for gpu in prices or GPUS:
+        if needs_float8 and not gpu.has_float8:
+            continue
         own = []
         device_bytes = round(gpu.memory_gib * 2**30)
         for size, steps in by_size.items():

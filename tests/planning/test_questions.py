@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from closed_form_models import Model
 from launches import write_run
 from plan_runs import enter_folder, main, plan
@@ -136,6 +137,30 @@ def test_a_global_batch_stays_what_it_is_on_any_number_of_gpus_and_with_any_micr
             assert single["time"]["step_s"] == pytest.approx(machine["time"]["step_s"])
     for limit in plan(*options, "--devices=2", "--largest")["largest"]["limits"]:
         assert 12 % limit["value"] == 0
+    found = plan(*options, "--devices=4..6")["scaling"]["machines"]
+    assert [machine["devices"] for machine in found] == [6]
+
+
+def test_a_range_begins_with_the_first_number_that_the_mesh_can_have(folder: Path) -> None:
+    mesh = {"trainer.strategy.mesh.replicate": 2}
+    found = plan_with(mesh, "--devices=1..3", GPU, "--search=true", "--write=chosen.yaml")
+    assert found["ranks"]["devices"] == 2
+    assert [machine["devices"] for machine in found["scaling"]["machines"]] == [2, 3]
+    assert yaml.safe_load((folder / "chosen.yaml").read_text())["trainer"]["devices"] == 2
+
+
+def test_gpus_without_float8_are_no_answer_for_a_step_that_needs_it(capfd: pytest.CaptureFixture[str]) -> None:
+    options = ("--trainer.precision=bf16-mixed", "--cheapest")
+    recipe, emulate = ({"trainer.strategy.float8": value} for value in ("{}", "{emulate: true}"))
+    listed = {
+        name: {machine["gpu"] for machine in plan_with(changes, *options)["machines"]["machines"]}
+        for name, changes in (("float8", recipe), ("emulated", emulate))
+    }
+    assert {"RTX 4090", "L4", "H100 SXM", "RTX 4000 Ada", "RTX 5070"} <= listed["float8"]
+    assert {"RTX 3090", "A100 SXM 80GB", "A40", "RTX A4000"} <= listed["emulated"] - listed["float8"]
+    refused = ["plan", "--config=run.yaml", "--trainer.precision=bf16-mixed", "--trainer.strategy.float8={}"]
+    assert main([*refused, "--gpu=RTX 3090"]) == 2
+    assert "float8: RTX 3090 has no products in float8" in capfd.readouterr().err
 
 
 def test_pages_of_an_optimizer_are_not_offloaded_again() -> None:
@@ -150,8 +175,8 @@ def test_pages_of_an_optimizer_are_not_offloaded_again() -> None:
 @pytest.mark.parametrize("name", ["tensor", "sequence"])
 def test_ranks_that_share_rows_stay_together_on_any_number(name: str) -> None:
     options = ("--config=run.yaml", GPU, f"--trainer.strategy.mesh.{name}=2", "--link=pcie4,ethernet25")
-    machines = plan(*options, "--devices=2..4")["scaling"]["machines"]
-    assert [machine["devices"] for machine in machines] == [2, 4]  # not 3
+    machines = plan(*options, "--devices=1..4")["scaling"]["machines"]
+    assert [machine["devices"] for machine in machines] == [2, 4]  # neither 1 nor 3
     for machine in machines:
         single = plan_with(machine["changes"], f"--devices={machine['devices']}", *options[1:])
         assert single["time"]["step_s"] == pytest.approx(machine["time"]["step_s"])

@@ -48,6 +48,11 @@ class Gpu:
     bf16_tflops: float | None
     fp16_tflops: float
 
+    @property
+    def has_float8(self) -> bool:
+        """Whether it multiplies in float8: compute capability 8.9 or more, Ada and what came after it."""
+        return re.search(r"RTX [45]0\d\d|Ada|L4|H\d00", self.name) is not None
+
     def get_peak_tflops(self, dtype: str) -> float | None:
         """Return the peak of matrix products.
 
