@@ -157,7 +157,7 @@ class Preemption(StepCallback):
         self._stats.finish()
         folder = locate(self.dirpath) if self.dirpath is not None else find_checkpoint_folder(trainer)
         path = folder / f"preempted-step={trainer.global_step}.ckpt"
-        trainer.save_checkpoint(str(path))
+        trainer.save_checkpoint(str(path), weights_only=False)
         trainer.strategy.on_train_end()  # where FSDP2Strategy waits for a checkpoint that is written beside training
         if not trainer.strategy.broadcast(path.exists()):
             raise RuntimeError(f"preempted at step {trainer.global_step}, but {path} could not be saved, see above")

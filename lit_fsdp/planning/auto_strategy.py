@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -109,7 +108,7 @@ class AutoFSDP2Strategy(FSDP2Strategy):
         self._report(chosen, candidates[0], problem)
 
     def _search_by_traces(
-        self, module: pl.LightningModule, batch: Mapping[str, Any], problem: Problem, reason: str
+        self, module: pl.LightningModule, batch: Any, problem: Problem, reason: str
     ) -> list[Candidate]:
         """Return what a search by traces finds on the first rank, while the others wait for it.
 
@@ -160,7 +159,7 @@ class AutoFSDP2Strategy(FSDP2Strategy):
             "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
         }
 
-    def _describe(self, module: pl.LightningModule, batch: Mapping[str, Any]) -> tuple[Problem, str]:
+    def _describe(self, module: pl.LightningModule, batch: Any) -> tuple[Problem, str]:
         """Return what is searched for, and why the closed form cannot, if it cannot."""
         trainer: Any = module.trainer
         cast_parameters(module, self.precision_plugin.mixed_precision, keep=list_adapter_parameters(module))

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.optim.muon import count_work, list_hidden_matrices
@@ -78,11 +79,11 @@ def estimate_beside_training() -> Iterator[None]:
         raise NoEstimateError(text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}") from error
 
 
-def make_example_batch(data: object) -> Mapping[str, Any]:
-    """Return a micro-batch, as the data module's ``make_example_batch`` says.
+def make_example_batch(data: object) -> Any:
+    """Return a micro-batch, as the data module's ``make_example_batch`` says: dicts, lists and tuples of tensors.
 
     Raises:
-        NoEstimateError: It has no such method, or that returns something else.
+        NoEstimateError: It has no such method, or that returns nothing with a tensor.
     """
     make: Any = getattr(data, "make_example_batch", None)
     if make is None:
@@ -92,9 +93,11 @@ def make_example_batch(data: object) -> Mapping[str, Any]:
             "reading data; see docs/planning.md"
         )
     batch: object = make()
-    if not isinstance(batch, Mapping):
+    if isinstance(batch, Mapping):
+        return batch
+    if not _list_tensors(batch):
         made = f"{type(data).__name__}.make_example_batch returned a {type(batch).__name__}"
-        raise NoEstimateError(f"data: {made}: expected a dict of tensors")
+        raise NoEstimateError(f"data: {made}: expected a dict, list or tuple of tensors, as training_step takes it")
     return batch
 
 
@@ -111,10 +114,15 @@ def measure_batch(module: LightningModule, batch: Any) -> MicroBatch:
     return found
 
 
-def guess_shape(batch: Mapping[str, Any]) -> MicroBatch:
+def guess_shape(batch: Any) -> MicroBatch:
     """Return what a search by traces takes for the shape of a micro-batch that nobody measures: rows of one token."""
-    tensors = [value for value in batch.values() if isinstance(value, Tensor) and value.dim()]
+    tensors = [tensor for tensor in _list_tensors(batch) if tensor.dim()]
     return MicroBatch(rows=len(tensors[0]) if tensors else 1, length=1)
+
+
+def _list_tensors(batch: Any) -> list[Tensor]:
+    leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def get_optimizer(module: LightningModule) -> Optimizer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,7 +56,7 @@ class PlannedStep:
 
     module: LightningModule  # on the meta device, cast as it will be
     strategy: FSDP2Strategy
-    batch: Mapping[str, Any]  # one micro-batch
+    batch: Any  # one micro-batch
     ranks: Ranks
     num_micro_batches: int
     clip_norm: float | None
@@ -125,9 +125,7 @@ def prepare_step(
     return describe_step(trainer, module, batch, notes=notes)
 
 
-def describe_step(
-    trainer: Trainer, module: LightningModule, batch: Mapping[str, Any], *, notes: Sequence[str] = ()
-) -> PlannedStep:
+def describe_step(trainer: Trainer, module: LightningModule, batch: Any, *, notes: Sequence[str] = ()) -> PlannedStep:
     """Cast a module that has its model already, and return what its step is made of."""
     strategy = trainer.strategy
     assert isinstance(strategy, FSDP2Strategy)

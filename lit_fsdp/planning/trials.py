@@ -211,10 +211,10 @@ class Trials:
         counts: dict[str, Any] = {"ranks": step.ranks, "num_micro_batches": step.num_micro_batches}
         return estimate_step(model, settings, micro_batch, device_type=step.device_type, **counts)
 
-    def _make_batch(self, rows: int | None, length: int | None) -> Mapping[str, Any]:
+    def _make_batch(self, rows: int | None, length: int | None) -> Any:
         data: Any = self._data
         with _set(data, "batch_size", rows), _set(data, "seq_length", length):
-            batch: Mapping[str, Any] = data.make_example_batch()
+            batch: Any = data.make_example_batch()
         return batch
 
 

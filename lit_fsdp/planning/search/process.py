@@ -41,7 +41,7 @@ class SearchRequest:
     """What is searched for, and the micro-batch that a trace needs besides."""
 
     problem: Problem  # of one variant, the module to trace
-    batch: Mapping[str, Any]
+    batch: Any
 
 
 class SearchProcess:

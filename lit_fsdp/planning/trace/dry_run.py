@@ -89,7 +89,7 @@ def fake_ranks(world_size: int) -> Iterator[None]:
 def trace_training_step(
     module: nn.Module,
     settings: Settings,
-    batch: Mapping[str, Any],
+    batch: Any,
     *,
     dtypes: MixedPrecision,
     compute_loss: Callable[[Any], Tensor],
@@ -139,7 +139,8 @@ def trace_training_step(
         materialize(module, _DEVICE)
         register_steps(module, [step_name])
         optimizer = build_optimizer()
-        fake = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device=_DEVICE), dict(batch))
+        given = dict(batch) if isinstance(batch, Mapping) else batch
+        fake = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device=_DEVICE), given)
         run = partial(
             _run_step, module, optimizer, lambda: compute_loss(fake), is_held=settings.sharding.no_sync, clip=clip_norm
         )

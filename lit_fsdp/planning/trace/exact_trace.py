@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
 from lit_fsdp.errors import ConfigError, is_debugging
@@ -116,6 +117,7 @@ def _trace(step: PlannedStep, *, marked: Sequence[str] = ()) -> TracedStep:
     enter_dry_run: Callable[..., AbstractContextManager[None]]
     enter_dry_run = getattr(module, "enter_dry_run", lambda _: nullcontext())
     name = type(module).__name__.removeprefix("FSDP")
+    index = (0,) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else ()  # as Lightning
     with _explain_errors(name), fake_ranks(step.ranks.world_size), enter_dry_run(step.batch):
         strategy.sequence_group = build_sequence_group(
             strategy.settings.mesh,
@@ -128,7 +130,8 @@ def _trace(step: PlannedStep, *, marked: Sequence[str] = ()) -> TracedStep:
             strategy.settings,
             step.batch,
             dtypes=strategy.precision_plugin.mixed_precision,
-            compute_loss=lambda batch: _compute_loss(name, module.training_step, batch),  # looked up when it is sharded
+            # Looked up when it is sharded.
+            compute_loss=lambda batch: _compute_loss(name, module.training_step, batch, *index),
             build_optimizer=step.build_optimizer,
             step_name="training_step",
             ranks_per_node=step.ranks.per_node,
@@ -166,10 +169,10 @@ def _explain_errors(name: str) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _compute_loss(name: str, step: Callable[[Any, int], Any], batch: Any) -> Tensor:
+def _compute_loss(name: str, step: Callable[..., Any], *args: Any) -> Tensor:
     """Return the loss of a micro-batch; errors of sizes and settings are explained, others raised as they are."""
     try:
-        output = step(batch, 0)
+        output = step(*args)
     except (ValueError, IndexError) as error:  # a RuntimeError is explained with those of backward
         if is_debugging():
             raise

@@ -5,9 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from launches import fork_ranks
 from plan_runs import enter_folder, plan
+
+from lit_fsdp.planning.estimate import guess_shape
 
 MINE = """
 import torch
@@ -69,6 +72,12 @@ class Convolved(Classifier):
             self.patches, self.windows = torch.nn.Conv1d(4, 4, 2, stride=2), torch.nn.Conv1d(4, 4, 3)
 
 
+class Paired(Classifier):
+    def training_step(self, batch):
+        (ids, labels), = batch
+        return self.model(input_ids=ids, labels=labels).loss
+
+
 class Rows(LightningDataModule):
     def make_example_batch(self):
         return {"input_ids": torch.zeros(8, 64, dtype=torch.long), "labels": torch.zeros(8, dtype=torch.long)}
@@ -76,6 +85,11 @@ class Rows(LightningDataModule):
     def train_dataloader(self):
         rows = [{"input_ids": torch.full((64,), i), "labels": torch.tensor(i % 2)} for i in range(64)]
         return DataLoader(rows, batch_size=8)
+
+
+class Pairs(LightningDataModule):
+    def make_example_batch(self):
+        return [tuple(Rows().make_example_batch().values())]
 """
 
 
@@ -113,6 +127,16 @@ def test_a_plan_holds_gradients_as_long_as_the_run_does(folder: Path, name: str,
         assert planned["largest_bytes_by_kind"][kind] == real["largest_bytes_by_kind"][kind], kind
     for kind in ("optimizer_state", "gradients"):
         assert planned["peak_bytes_by_kind"][kind] == real["peak_bytes_by_kind"][kind], kind
+
+
+def test_a_batch_may_be_lists_and_tuples_and_a_step_take_no_number_of_it() -> None:
+    named, paired = (
+        plan("--config=run.yaml", f"--model=mine.{name}", f"--data=mine.{data}", "--devices=2")
+        for name, data in (("Classifier", "Rows"), ("Paired", "Pairs"))
+    )
+    assert paired["memory"] == named["memory"]
+    batch = {"input_ids": torch.zeros(8, 64), "labels": torch.zeros(8)}
+    assert guess_shape([tuple(batch.values())]) == guess_shape(batch)
 
 
 @pytest.mark.full
