@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -48,6 +49,7 @@ from lit_fsdp.checkpoint.manifest import (
     is_complete,
     write_manifest,
 )
+from lit_fsdp.checkpoint.optimizer_state import drop_state
 from lit_fsdp.checkpoint.places import get_save_number, put_in_place, remove_older, write_beside
 from lit_fsdp.checkpoint.remote import Location, RemotePath
 from lit_fsdp.checkpoint.space import SHARED, wait_for
@@ -234,14 +236,8 @@ def load_checkpoint(
     for i, optimizer in enumerate(optimizers):
         state[f"optimizer_{i}"] = get_optimizer_state_dict(model, optimizer, options=options)
     _check_model(path, state["state_dict"], stored, strict=strict)
-    for i, optimizer in enumerate(optimizers):
-        state_by_name = state[f"optimizer_{i}"]["state"]
-        names = (f"{name}.{key}" for name, values in state_by_name.items() for key in values)
-        prefix = f"optimizer_{i}.param_groups."
-        _drop_settings_of_schedules(state[f"optimizer_{i}"], optimizer, stored, prefix)
-        check_same_groups(path, optimizer, len({k.split(".")[2] for k in stored if k.startswith(prefix)}))
-        present = {key.removeprefix(f"optimizer_{i}.state.") for key in stored}
-        check_same_optimizer(path, optimizer, (name for name in names if name not in present))
+    groups = [[dict(group) for group in state[f"optimizer_{i}"]["param_groups"]] for i in range(len(optimizers))]
+    without_step = [_take_out_unstepped(path, metadata, state, i, optimizer) for i, optimizer in enumerate(optimizers)]
     if beside := {key.removeprefix(f"{EXTRA}.") for key in stored if key.startswith(f"{EXTRA}.")}:
         state[EXTRA] = {} if extra is None else dict(extra(beside))
     # Without strict, parameters that are not stored keep their values.
@@ -249,7 +245,9 @@ def load_checkpoint(
     load_state(path, metadata, state)
     set_model_state_dict(model, state["state_dict"], options=StateDictOptions(strict=strict and not is_part))
     for i, optimizer in enumerate(optimizers):
+        state[f"optimizer_{i}"]["state"] |= without_step[i]  # torch wants one for each parameter
         set_optimizer_state_dict(model, optimizer, state[f"optimizer_{i}"], options=options)
+        drop_state(optimizer, groups[i], without_step[i])
     return meta
 
 
@@ -404,6 +402,27 @@ def _plain_errors(path: Location) -> Iterator[None]:
     except CheckpointException as error:  # a BaseException: no `except Exception` would see it
         rank, (cause, _) = min(error.failures.items())
         raise RuntimeError(f"{path} could not be written: rank {rank}: {cause}") from error
+
+
+def _take_out_unstepped(
+    path: Location, metadata: Metadata, state: dict[str, Any], number: int, optimizer: Optimizer
+) -> dict[str, Any]:
+    """Compare an optimizer with that of a checkpoint; take out, and return, the state of what had no step there."""
+    name = f"optimizer_{number}"
+    prefix, stored, own = f"{name}.param_groups.", metadata.state_dict_metadata, state[name]
+    _drop_settings_of_schedules(own, optimizer, stored, prefix)
+    check_same_groups(path, optimizer, len({k.split(".")[2] for k in stored if k.startswith(prefix)}))
+    missing = {p: [k for k in values if f"{name}.state.{p}.{k}" not in stored] for p, values in own["state"].items()}
+    unstepped = {p for p, keys in missing.items() if keys and len(keys) == len(own["state"][p])}
+    if unstepped:  # or trains only now
+        saved: dict[str, Any] = {name: {"param_groups": [{"params": []} for _ in own["param_groups"]]}}
+        load_state(path, metadata, saved)
+        unstepped &= {p for group in saved[name]["param_groups"] for p in group["params"]}
+    settings = (f"param_groups.{i}.{key}" for i, group in enumerate(own["param_groups"]) for key in group)
+    names = [key for key in settings if f"{name}.{key}" not in stored]
+    names += [f"{p}.{key}" for p, keys in missing.items() if p not in unstepped for key in keys]
+    check_same_optimizer(path, optimizer, names)
+    return {p: own["state"].pop(p) for p in unstepped}
 
 
 def _drop_settings_of_schedules(

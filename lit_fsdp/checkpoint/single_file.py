@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
 from lit_fsdp.checkpoint.latest import SAVE_NUMBER, has_end
 from lit_fsdp.checkpoint.leftovers import make_room
 from lit_fsdp.checkpoint.manifest import Verify
+from lit_fsdp.checkpoint.optimizer_state import collect_state, drop_state
 from lit_fsdp.checkpoint.places import put_in_place, remove_older, write_beside
 from lit_fsdp.checkpoint.remote import Location, RemotePath
 from lit_fsdp.checkpoint.sharded import agree, check_optimizers, check_same_groups, check_same_optimizer, to_plain
@@ -43,7 +44,7 @@ def gather_model_state(model: nn.Module) -> dict[str, Any]:
 
 def gather_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Return the state of an unsharded optimizer on rank 0, by number of the parameter. All ranks must call it."""
-    named: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_GATHER)
+    named = collect_state(model, optimizer, _GATHER)
     if not named:
         return {}
     numbers = {name: i for i, name in enumerate(n for group in named["param_groups"] for n in group["params"])}
@@ -119,16 +120,22 @@ def load_single_file(
             _check_counts(path, checkpoint["optimizer_states"][i]["param_groups"], present[i]["param_groups"])
             states[i] = _name_state(checkpoint["optimizer_states"][i], present[i])
             saved, expected = states[i]["state"], present[i]["state"]
-            names = (f"{n}.{key}" for n in saved for key in expected.get(n, {}) if key not in saved[n])
+            names = [f"{n}.{key}" for n in saved for key in expected.get(n, {}) if key not in saved[n]]
+            if not saved:  # never stepped, or of an optimizer that has none
+                groups = states[i]["param_groups"]
+                names = [f"param_groups.{key}" for key in optimizer.defaults if any(key not in g for g in groups)]
             check_same_optimizer(path, optimizer, names)
             _check_shapes(path, saved, expected)
-        return [state.get("param_groups") for state in states]
+        return [(state.get("param_groups"), list(state.get("state", ()))) for state in states]
 
-    groups = agree(name_states)[0]
+    named = agree(name_states)[0]
     set_model_state_dict(model, _spread(checkpoint.get("state_dict", {}), weights))
     for i, optimizer in enumerate(optimizers):
-        state = {"state": _spread(states[i].get("state", {}), present[i]["state"]), "param_groups": groups[i]}
+        groups, stepped = named[i]
+        own = [dict(group) for group in present[i]["param_groups"]]
+        state = {"state": _spread(states[i].get("state", {}), present[i]["state"]), "param_groups": groups}
         set_optimizer_state_dict(model, optimizer, state)
+        drop_state(optimizer, own, present[i]["state"].keys() - set(stepped))
     return meta
 
 
@@ -220,15 +227,7 @@ def _check_shapes(path: Location, stored: Any, own: Any) -> None:
 
 
 def _name_state(numbered: dict[str, Any], present: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state by parameter name, in the order of the one at present.
-
-    Parameters that were never stepped have none: zeros, as torch makes the present one by a step.
-    """
+    """Return an optimizer's state by parameter name, in the order of the one at present."""
     names = [name for group in present["param_groups"] for name in group["params"]]
     groups = [{**group, "params": [names[i] for i in group["params"]]} for group in numbered["param_groups"]]
-    state = {names[i]: state for i, state in numbered["state"].items()}
-    for name, expected in present["state"].items():
-        if name not in state:
-            zeros = {k: torch.zeros((), dtype=v.dtype) for k, v in expected.items() if isinstance(v, Tensor)}
-            state[name] = {**expected, **{k: zero.expand(expected[k].shape) for k, zero in zeros.items()}}
-    return {"state": state, "param_groups": groups}
+    return {"state": {names[i]: state for i, state in numbered["state"].items()}, "param_groups": groups}

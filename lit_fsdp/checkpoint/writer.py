@@ -12,11 +12,12 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim import Optimizer
 
 from lit_fsdp.checkpoint.latest import SAVE_NUMBER, find_last_number, measure_age
 from lit_fsdp.checkpoint.leftovers import tidy_folders
+from lit_fsdp.checkpoint.optimizer_state import collect_state
 from lit_fsdp.checkpoint.remote import Location, RemotePath, check_writable
 from lit_fsdp.checkpoint.sharded import (
     EXTRA,
@@ -179,7 +180,7 @@ class CheckpointWriter:
     def get_optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer as it will be written; all ranks must call it."""
         if self.checkpoint_format == "sharded":
-            return get_optimizer_state_dict(model, optimizer)
+            return collect_state(model, optimizer)
         return gather_optimizer_state(model, optimizer)
 
     def save(self, path: Location, checkpoint: Mapping[str, Any]) -> bool:

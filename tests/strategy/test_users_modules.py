@@ -1,5 +1,6 @@
 """What users of Lightning write works under ``FSDP2Strategy`` as under DDP, or is refused."""
 
+import csv
 import random
 import time
 import warnings
@@ -13,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import BackboneFinetuning, LearningRateFinder
+from lightning.pytorch.callbacks import BackboneFinetuning, GradientAccumulationScheduler, LearningRateFinder
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from models import to_full
 from torch import Tensor, nn
@@ -22,12 +24,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 from training import build_trainer
 from transformers import AutoModel, BartConfig, PreTrainedConfig, Wav2Vec2Config
 
 from lit_fsdp import ActivationCheckpointing, Compile, FSDP2Strategy, Mesh, Sharding, Wrap
 from lit_fsdp.sharding.layer_drop import describe_layer_drop
+from lit_fsdp.tasks.loading import build_train_loader
 from ranks import RankError, run_ranks
 
 NUM_ROWS = 32
@@ -243,6 +246,85 @@ def test_a_module_without_an_optimizer_is_saved_and_resumed(checkpoint_format: s
     assert_same(tmp_path / "half", tmp_path / "resumed", 0.0)
 
 
+class UsedLater(Plain):
+    """Has a layer that no step uses, and one that only the second epoch does; saves before its first step."""
+
+    def __init__(self, begin: Path | None = None) -> None:
+        super().__init__()
+        self.begin = begin
+        self.idle, self.late = nn.Linear(6, 5), nn.Linear(6, 1)
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        made = self.net(batch["x"])
+        return nn.functional.mse_loss(made + self.late(batch["x"]) if self.current_epoch else made, batch["y"])
+
+    def on_train_start(self) -> None:
+        if self.begin is not None:
+            self.trainer.save_checkpoint(self.begin)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint_format", "world_size"),
+    [("sharded", 2), ("single_file", 1), pytest.param("single_file", 2, marks=pytest.mark.full)],
+)
+def test_parameters_without_a_step_are_saved_and_resumed_as_such(
+    checkpoint_format: str, world_size: int, tmp_path: Path
+) -> None:
+    run = partial(run_ranks, world_size=world_size)
+    settings = partial(train, strategy={"checkpoint_format": checkpoint_format})
+    run(settings, UsedLater, tmp_path / "whole", True)
+    run(
+        partial(settings, max_epochs=1, save=tmp_path / "c"),
+        partial(UsedLater, tmp_path / "b"),
+        tmp_path / "half",
+        True,
+    )
+    for saved in ("b", "c"):  # before the first step, and before the first one of some
+        run(partial(settings, resume=tmp_path / saved), UsedLater, tmp_path / "resumed", True)
+        assert_same(tmp_path / "resumed", tmp_path / "whole", 0.0)
+
+
+def test_a_save_before_the_first_step_changes_nothing(tmp_path: Path) -> None:
+    for name, begin in (("saving", tmp_path / "b"), ("whole", None)):
+        run_ranks(train, partial(UsedLater, begin), tmp_path / name, True)
+    assert_same(tmp_path / "saving", tmp_path / "whole", 0.0)
+
+
+class Counted(Plain):
+    """Goes on with the next row after a resume, and logs which step it makes."""
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        self.log("made", float(self.global_step))
+        return super().training_step(batch, _)
+
+    def validation_step(self, batch: dict[str, Tensor], _: int) -> None:
+        self.net(batch["x"])
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return build_train_loader(Rows(), batch_size=4, collate=default_collate, trainer=self.trainer)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Rows(), batch_size=8)
+
+
+@pytest.mark.parametrize("is_accumulated", [False, True])
+def test_what_max_steps_ended_within_an_epoch_is_accumulated_and_logged_as_without_the_end(
+    is_accumulated: bool, tmp_path: Path
+) -> None:
+    def run(name: str, **options: Any) -> None:
+        callbacks = [GradientAccumulationScheduler({0: 2, 1: 1})] if is_accumulated else []
+        options |= {"logger": CSVLogger(tmp_path, name="", version=name), "log_every_n_steps": 1}
+        train(Counted, tmp_path / f"{name}.pt", True, callbacks=callbacks, val_check_interval=4, **options)
+        rows = list(csv.DictReader((tmp_path / name / "metrics.csv").open()))
+        assert [int(row["step"]) for row in rows] == [int(float(row["made"])) for row in rows]
+
+    steps = {"max_steps": 2 if is_accumulated else 4, "max_epochs": -1}  # by then, a validation has been
+    run_ranks(run, "whole", world_size=1)
+    run_ranks(partial(run, save=tmp_path / "c", **steps), "half", world_size=1)
+    run_ranks(partial(run, resume=tmp_path / "c"), "resumed", world_size=1)
+    assert_same(tmp_path / "resumed.pt", tmp_path / "whole.pt", 0.0)
+
+
 class GlobalShuffle(torch.utils.data.Sampler[int]):
     """A sampler as users write it, which Lightning splits over ranks: it draws from the global generators."""
 
@@ -448,10 +530,19 @@ def find_rate(folder: Path) -> None:
     assert suggested is not None
     assert suggested != WithRate.lr
     assert list(folder.glob("*lr_find*")) == []
+    WithRate.lr = suggested
+    train(WithRate, folder / "plain", True, max_epochs=8)
+    if dist.get_rank() == 0:
+        assert_same(folder / "out", folder / "plain", 0.0)  # of the search, nothing is left in the optimizer either
 
 
 def test_the_learning_rate_finder_restores_the_weights_from_a_folder(tmp_path: Path) -> None:
     run_ranks(find_rate, tmp_path)
+
+
+def test_the_learning_rate_finder_is_refused_for_a_module_without_a_rate(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="LearningRateFinder: Plain has no lr or learning_rate, which it changes"):
+        run_ranks(partial(train, callbacks=[LearningRateFinder()]), Plain, tmp_path / "out", True, world_size=1)
 
 
 class OwnPlan(Plain):

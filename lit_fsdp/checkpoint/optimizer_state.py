@@ -1,0 +1,37 @@
+"""The state of an optimizer, by parameter name: none of parameters that had no step yet."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.optim import Optimizer
+
+
+def collect_state(model: nn.Module, optimizer: Optimizer, options: StateDictOptions | None = None) -> dict[str, Any]:
+    """Return the state of an optimizer, which stays as it is. All ranks must call it.
+
+    Of one without any, torch makes a state by a step without gradients, which would count; seen in 2.13.
+    """
+    is_new = not optimizer.state
+    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=options)
+    if is_new:
+        optimizer.state.clear()
+    return {**state, "state": {}} if is_new and state else state
+
+
+def drop_state(optimizer: Optimizer, groups: Collection[dict[str, Any]], names: Collection[str]) -> None:
+    """Let parameters begin as before their first step.
+
+    Args:
+        optimizer: Of them.
+        groups: Its groups as ``get_optimizer_state_dict`` returns them: with the names of their parameters.
+        names: Of those to begin anew.
+    """
+    named = [name for group in groups for name in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for name, parameter in zip(named, parameters, strict=True):
+        if name in names:
+            optimizer.state.pop(parameter, None)
