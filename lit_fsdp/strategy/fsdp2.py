@@ -72,6 +72,7 @@ from lit_fsdp.strategy.hang_watch import HangWatch, choose_report_s, watch_for_h
 from lit_fsdp.strategy.launcher import Launcher, describe_ended, note_lost
 from lit_fsdp.strategy.lightning_internals import (
     check_monitors,
+    count_steps_of_loggers,
     evaluate_without_inference_mode,
     forget_train_loader,
     is_placeholder,
@@ -99,6 +100,7 @@ from lit_fsdp.strategy.retried_step import RetriedSteps, check_retries
 from lit_fsdp.strategy.roll_call import compare_in_group
 from lit_fsdp.strategy.run_settings import RUN_SETTINGS, collect_run_settings, warn_of_changes
 from lit_fsdp.strategy.trainer_settings import (
+    check_learning_rate_finder,
     check_trainer,
     count_checkpoints,
     count_micro_batches,
@@ -421,7 +423,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         save_where_all_fail(trainer)
         save_whole_steps(trainer)
         if is_fitting:
-            self._check_accumulation()
+            self._check_fit(module)
         if find_roots(module):  # by its user, or in an earlier run
             # Of what its user has sharded, the mesh was used: ``device_mesh`` is made of it.
             used = _SHARDED_WITH.get(module, Settings(mesh=self.settings.mesh))
@@ -465,10 +467,10 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         is_deferred = self.root_device.type != "cpu"
         self._rank_paths = watch_paths(module, self.device_mesh, timeout_s=self.timeout_s, is_deferred=is_deferred)
 
-    def _check_accumulation(self) -> None:
-        num_micro_batches = count_micro_batches(self._module.trainer)
-        is_automatic = self._module.automatic_optimization
+    def _check_fit(self, module: pl.LightningModule) -> None:
+        num_micro_batches, is_automatic = count_micro_batches(module.trainer), module.automatic_optimization
         self.settings.check_accumulation(num_micro_batches=num_micro_batches, is_automatic=is_automatic)
+        check_learning_rate_finder(module)
 
     def _check_disk(self, trainer: pl.Trainer) -> None:
         folders, num_at_once = list_checkpoint_folders(trainer), count_checkpoints(trainer)
@@ -568,6 +570,8 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         if (loader := (self._module.trainer.state.stage, dataloader_idx)) not in self._checked_loaders:
             self._checked_loaders.add(loader)
             check_shared_rows(batch, self.mesh_sizes)  # of its first batch
+            if loader[0] == RunningStage.TRAINING:
+                count_steps_of_loggers(self._module.trainer)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def finish_steps(self) -> None:

@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.trainer.states import TrainerStatus
@@ -123,6 +123,15 @@ def run_training_step(trainer: pl.Trainer, kwargs: Any) -> ClosureResult:
         results.batch, results.batch_size = before, None
 
 
+def count_steps_of_loggers(trainer: pl.Trainer) -> None:
+    """Let loggers number the next step as the optimizer does. To be called before the first micro-batch of a run.
+
+    In a resumed run Lightning counts a step more where it passes over a validation that the checkpoint has behind it.
+    """
+    if trainer.lightning_module.automatic_optimization:  # else one step may have several optimizer steps
+        trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
+
+
 def is_last_micro_batch(trainer: pl.Trainer) -> bool:
     """Whether the micro-batch that runs is the last one of its optimizer step."""
     return not trainer.fit_loop._should_accumulate()
@@ -178,6 +187,7 @@ def watch_monitors(trainer: pl.Trainer) -> None:
     """Refuse a ``monitor`` of a ``ModelCheckpoint`` that nothing logs, when a save is due and no validation may log it.
 
     Left alone it would put off every save until a validation that never comes. With one, Lightning refuses it then.
+    What was trained is saved before, also where an ``EarlyStopping`` finds nothing.
     """
 
     def watched(callback: ModelCheckpoint, trainer: pl.Trainer) -> dict[str, Tensor]:
@@ -203,18 +213,30 @@ def watch_monitors(trainer: pl.Trainer) -> None:
             # The validation has not logged it.
             _refuse_saved(callback, trainer, callback.monitor, found)
 
+    def check(callback: EarlyStopping, trainer: pl.Trainer) -> None:
+        found = trainer.callback_metrics
+        if callback.strict and callback.monitor not in found and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            path = save_last_step(trainer)  # callbacks that save come after this one
+            _refuse_monitor(callback, callback.monitor, found, _describe_saved(trainer, path) if path else "")
+        type(callback)._run_early_stopping_check(callback, trainer)
+
     for callback in _list_model_checkpoints(trainer):
         callback._monitor_candidates = partial(watched, callback)  # type: ignore[method-assign]
         callback._save_topk_checkpoint = partial(save, callback)  # type: ignore[method-assign]
+    for stopper in trainer.early_stopping_callbacks:
+        stopper._run_early_stopping_check = partial(check, stopper)  # type: ignore[method-assign]
 
 
 def _refuse_saved(callback: ModelCheckpoint, trainer: pl.Trainer, name: str, found: dict[str, Tensor]) -> NoReturn:
     path = callback._get_metric_interpolated_filepath_name({**found, name: torch.tensor(0)}, trainer)
     callback._save_checkpoint(trainer, path)
+    _refuse_monitor(callback, name, found, _describe_saved(trainer, path))
+
+
+def _describe_saved(trainer: pl.Trainer, path: str) -> str:
     trainer.strategy.on_train_end()  # which waits for saves beside training
     is_lost = getattr(trainer.strategy, "missing_checkpoint", None) is not None
-    saved = "" if is_lost else f"; what was trained is saved: {path}"
-    raise ValueError(f"ModelCheckpoint.monitor: {describe_unknown_metric(name, found)}{saved}")
+    return "" if is_lost else f"; what was trained is saved: {path}"
 
 
 def save_where_all_fail(trainer: pl.Trainer) -> None:
@@ -261,22 +283,23 @@ def check_monitors(trainer: pl.Trainer) -> None:
     for callback in _list_model_checkpoints(trainer):
         known, name = trainer.callback_metrics, callback.monitor
         if name is not None and name not in known and get_close_matches(name, known, n=1, cutoff=0.87):
-            _refuse_monitor(name, known)
+            _refuse_monitor(callback, name, known)
 
 
-def save_last_step(trainer: pl.Trainer) -> None:
+def save_last_step(trainer: pl.Trainer) -> str:
     """Save what was trained after the last save, where ``save_last`` is set or nothing was saved.
 
     Left alone, ``save_last`` is what was saved last, not what was trained last. Weights alone are no save where others
-    save more.
+    save more. Returns where the last step is saved, which may be nowhere.
     """
     savers = [saver for saver in _list_model_checkpoints(trainer) if saver.save_top_k or saver.save_last]
     savers = [saver for saver in savers if not saver.save_weights_only] or savers
-    if not savers or any(saver._last_global_step_saved == trainer.global_step for saver in savers):
-        return
+    for saver in savers:
+        if saver._last_global_step_saved == trainer.global_step:
+            return saver._last_checkpoint_saved
     keeper = next((saver for saver in savers if saver.save_last), None)
-    if keeper is None and any(saver._last_global_step_saved for saver in savers):
-        return
+    if not savers or (keeper is None and any(saver._last_global_step_saved for saver in savers)):
+        return ""
     saver = keeper or savers[0]
     found = saver._monitor_candidates(trainer)
     if saver.monitor is None and saver.save_top_k:
@@ -284,9 +307,10 @@ def save_last_step(trainer: pl.Trainer) -> None:
     elif saver.save_top_k and saver.save_last in (None, False, "link"):
         saver._save_checkpoint(trainer, saver._get_metric_interpolated_filepath_name(found, trainer))
     saver._save_last_checkpoint(trainer, found)
+    path = saver._last_checkpoint_saved
     if keeper is None:
-        path = saver._last_checkpoint_saved
         rank_zero_warn(f"ModelCheckpoint has saved nothing by now, so what was trained is saved at the end: {path}")
+    return path
 
 
 def list_waiting_monitors(trainer: pl.Trainer) -> list[str]:
@@ -296,8 +320,8 @@ def list_waiting_monitors(trainer: pl.Trainer) -> list[str]:
     return [name for name in waiting if name is not None and name not in trainer.callback_metrics]
 
 
-def _refuse_monitor(name: str, known: Collection[str]) -> NoReturn:
-    raise ValueError(f"ModelCheckpoint.monitor: {describe_unknown_metric(name, known)}")
+def _refuse_monitor(callback: pl.Callback, name: str, known: Collection[str], saved: str = "") -> NoReturn:
+    raise ValueError(f"{type(callback).__name__}.monitor: {describe_unknown_metric(name, known)}{saved}")
 
 
 def _list_model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:

@@ -138,9 +138,15 @@ def derive_accumulation(trainer: pl.Trainer, data: object, *, is_resumed: bool |
 def settle_accumulation(trainer: pl.Trainer, data: object) -> None:
     """Refuse what ``derive_accumulation`` had to leave open, or say which global batch a resumed run takes.
 
+    Lightning's ``GradientAccumulationScheduler`` has its say when an epoch begins, so not in a run that is resumed in
+    the middle of one, seen in 2.6.6: here it has.
+
     Raises:
         ValueError: The run is not a resumed one.
     """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, GradientAccumulationScheduler):
+            trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
     if problem := _DERIVED.get(trainer, ""):
         if trainer.ckpt_path is None:
             raise ValueError(problem)

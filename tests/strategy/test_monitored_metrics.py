@@ -45,8 +45,8 @@ def test_a_metric_that_nothing_logs_is_refused_with_the_nearest_and_the_known(
     assert f"{callback}.monitor: got {settings['monitor']!r}: nothing logs it: {word}" in ended.errors[0]
     assert "/loss" in ended.errors[0].split("nothing logs it")[1]
     assert "Traceback" not in ended.err
-    saved = list(tmp_path.glob("runs/run/version_0/checkpoints/*/complete.json"))
-    assert len(saved) == (callback == "ModelCheckpoint" and num_steps > 0)  # what was trained is not lost
+    saved = {path.resolve() for path in tmp_path.glob("runs/run/version_0/checkpoints/*/complete.json")}
+    assert len(saved) == (num_steps > 0)  # what was trained is not lost
     assert ("what was trained is saved: " in ended.errors[0]) == bool(saved)
     metrics = tmp_path / "runs" / "run" / "version_0" / "metrics.csv"
     rows = list(csv.DictReader(metrics.read_text().splitlines())) if metrics.exists() else []
