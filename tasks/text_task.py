@@ -29,6 +29,7 @@ from lit_fsdp.tasks.attention import (
     plan_attention,
 )
 from lit_fsdp.tasks.data import TaskData
+from lit_fsdp.tasks.evaluation_mode import evaluation_mode
 from lit_fsdp.tasks.lr_schedule import LRSchedule
 from lit_fsdp.tasks.masks import keep_branches, needs_mask
 from lit_fsdp.tasks.pretrained import PretrainedTask, read_tokenizer_files
@@ -205,13 +206,11 @@ class TextTask(PretrainedTask):
             return
         self._is_packing_checked = True
         assert self.model is not None
-        was_training = self.training
-        self.eval()
         attention = str(self.model.config._attn_implementation)
         name = f"{type(self.model).__name__.removeprefix('FSDP')} with {attention} attention"
         vocab_size = self.model.config.get_text_config().vocab_size
-        call_in_forward(self, partial(check_packing, self, vocab_size, self.device, name))
-        self.train(was_training)
+        with evaluation_mode(self):
+            call_in_forward(self, partial(check_packing, self, vocab_size, self.device, name))
 
     # Checkpoints
 

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lit_fsdp.sharding.tensor_parallel import INNER
+from lit_fsdp.tasks.evaluation_mode import evaluation_mode
 from lit_fsdp.tasks.text.batches import IGNORED
 
 _Reduction = Literal["sum", "none"]  # the second keeps the loss of each token
@@ -85,18 +86,16 @@ def check_chunked_loss(task: Any, model: PreTrainedModel) -> None:
         task: A LightningModule around the model, with ``sum_losses``.
         model: After :func:`install_chunked_loss`.
     """
-    was_training = task.training
-    task.eval()
     vocab_size = model.config.get_text_config().vocab_size
     ids = torch.randint(vocab_size, _PROBE, generator=torch.Generator().manual_seed(0)).to(task.device)
     head: Any = model.get_output_embeddings()
     # Logits as large as those of a trained model and larger, or a soft cap on them would not show.
-    spread = float(task(input_ids=ids).float().std())
-    handle = head.register_forward_pre_hook(lambda _, inputs: (inputs[0] * (_SPREAD / spread), *inputs[1:]))
-    whole = float(task.sum_losses(SimpleNamespace(logits=task(input_ids=ids)), ids)[0])
-    chunked = float(sum_chunked_losses(model, {"input_ids": ids}, ids))
-    handle.remove()
-    task.train(was_training)
+    with evaluation_mode(task):
+        spread = float(task(input_ids=ids).float().std())
+        handle = head.register_forward_pre_hook(lambda _, inputs: (inputs[0] * (_SPREAD / spread), *inputs[1:]))
+        whole = float(task.sum_losses(SimpleNamespace(logits=task(input_ids=ids)), ids)[0])
+        chunked = float(sum_chunked_losses(model, {"input_ids": ids}, ids))
+        handle.remove()
     if not abs(chunked / whole - 1) < 0.01:  # rounding of half precision is less; not a number is never less
         name = type(model).__name__.removeprefix("FSDP")
         raise ValueError(

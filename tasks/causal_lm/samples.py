@@ -15,6 +15,7 @@ from lit_fsdp.errors import join_names
 from lit_fsdp.reporting.lost_logs import outlive_lost_log
 from lit_fsdp.reporting.sections import Section, Table
 from lit_fsdp.strategy.lightning_strategies import call_in_forward
+from lit_fsdp.tasks.evaluation_mode import evaluation_mode
 from lit_fsdp.tasks.row_files import show_controls
 from lit_fsdp.tasks.text.messages import MessageFields, RowError, parse_messages
 from lit_fsdp.tasks.text.rows import Chat, RowFormat, Text
@@ -77,13 +78,11 @@ class Samples:
         Args:
             task: A ``CausalLM`` in a run.
         """
-        trainer, was_training = task.trainer, task.training
-        task.eval()
+        trainer, devices = task.trainer, [task.device] if task.device.type == "cuda" else []
         # Each time with the same numbers, so that answers differ by what was learned.
-        with torch.random.fork_rng(devices=[task.device] if task.device.type == "cuda" else []):
+        with evaluation_mode(task), torch.random.fork_rng(devices=devices):
             torch.manual_seed(0)
             answers = call_in_forward(task, partial(self._try_all, task, trainer.global_step))
-        task.train(was_training)
         self._add(trainer.global_step, answers, trainer)
 
     def _try_all(self, task: Any, step: int) -> list[str | None]:

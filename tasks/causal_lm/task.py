@@ -30,6 +30,7 @@ from lit_fsdp.tasks.causal_lm.sequence import (
     split_attention,
     split_batch,
 )
+from lit_fsdp.tasks.evaluation_mode import evaluation_mode
 from lit_fsdp.tasks.lr_schedule import LRSchedule
 from lit_fsdp.tasks.text.batches import IGNORED, Batch
 from lit_fsdp.tasks.text.messages import RowError
@@ -267,11 +268,9 @@ class CausalLM(TextTask):
             return
         self._is_split_checked = True
         assert self.model is not None
-        was_training = self.training
-        self.eval()
         name = type(self.model).__name__.removeprefix("FSDP")
-        check_split(self, sequence, self.model.config.get_text_config().vocab_size, self.device, name)
-        self.train(was_training)
+        with evaluation_mode(self):
+            check_split(self, sequence, self.model.config.get_text_config().vocab_size, self.device, name)
 
     def generate(self, prompts: Sequence[Prompt]) -> list[str]:
         """Return answers to texts and chats. Under a sharding strategy all ranks must call it.

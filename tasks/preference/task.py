@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 from typing_extensions import override
@@ -37,6 +37,7 @@ from lit_fsdp.strategy.lightning_strategies import call_in_forward
 from lit_fsdp.tasks.causal_lm.chunked_loss import install_chunked_loss, list_chunked_losses
 from lit_fsdp.tasks.causal_lm.task import CausalLM
 from lit_fsdp.tasks.data import Split
+from lit_fsdp.tasks.evaluation_mode import evaluation_mode
 from lit_fsdp.tasks.model_config import explain_build_errors
 from lit_fsdp.tasks.preference.batches import DESIRABLE, REFERENCE
 from lit_fsdp.tasks.preference.data import PreferenceData
@@ -279,7 +280,7 @@ class PreferenceTuning(CausalLM):
     def _compute_reference(self, data: PreferenceData, split: Split) -> NDArray[np.float32]:
         """Return the log-probabilities of both documents of each row, [rows, 2]. All ranks must call it."""
         indices, found = list[Tensor](), list[Tensor]()
-        with _evaluate(self):
+        with evaluation_mode(self):
             for batch in data.build_reference_loader(split):
                 batch = self.transfer_batch_to_device(batch, self.device, 0)
                 indices.append(batch.pop("index").cpu())
@@ -300,7 +301,7 @@ class PreferenceTuning(CausalLM):
         assert self.model is not None
         model = self.model if self.reference is None else self.reference
         off = nullcontext() if self.reference is not None else switch_off_adapters(model)
-        with torch.no_grad(), _evaluate(model), off:
+        with torch.no_grad(), evaluation_mode(model), off:
             yield model
         if self.reference is not None:
             reshard(self.reference)  # its head stays gathered for a backward, which does not come
@@ -517,16 +518,3 @@ def _weigh_tokens(nll_sum: Tensor, num_tokens: Tensor, num_pairs: Tensor) -> Ten
     """Return this rank's part of a mean over tokens, weighed by the pairs of a round: Note [Mean of preferences]."""
     tokens, pairs = _sum_over_ranks(torch.stack([num_tokens, num_pairs]).double())
     return nll_sum * (pairs / tokens.clamp(min=1)).to(nll_sum.dtype)
-
-
-@contextmanager
-def _evaluate(module: nn.Module) -> Iterator[None]:
-    """Switch dropout and the like off, where it is on."""
-    training = [part for part in module.modules() if part.training]
-    for part in training:
-        part.training = False
-    try:
-        yield
-    finally:
-        for part in training:
-            part.training = True

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lit_fsdp.strategy.lightning_strategies import call_in_forward
 from lit_fsdp.strategy.shared_errors import try_on_all
+from lit_fsdp.tasks.evaluation_mode import evaluation_mode
 from lit_fsdp.tasks.tts.evaluation.generated import MEASURED, Sample, SpeechReport
 from lit_fsdp.tasks.tts.evaluation.speech_eval import SpeechEvaluator
 from lit_fsdp.tasks.tts.generation import Speech
@@ -51,11 +52,9 @@ class SpokenSamples:
             prompts = [data.encode_prompt(row) for row in rows]
             return task.family.collate_prompts(prompts, task.read_config(), is_streaming=data.streaming)
 
-        was_training = task.training
-        task.eval()
-        batch = self._try(task, encode)
-        spoken = [] if batch is None else call_in_forward(task, partial(task.generate, batch, rows))
-        task.train(was_training)
+        with evaluation_mode(task):
+            batch = self._try(task, encode)
+            spoken = [] if batch is None else call_in_forward(task, partial(task.generate, batch, rows))
         self.tried_step = task.trainer.global_step
         found = self.report.summarize() if spoken else {}
         names = [*MEASURED]

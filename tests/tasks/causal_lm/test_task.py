@@ -163,6 +163,31 @@ def test_evaluation_is_the_mean_over_all_tokens_at_every_world_size(tmp_path: Pa
         assert metrics[0]["val/perplexity"] == pytest.approx(float(perplexity), rel=1e-6)
 
 
+class Frozen(CausalLM):
+    """Keeps its second block in evaluation, as a user may who trains the others."""
+
+    def change_model(self, model: Any) -> None:
+        super().change_model(model)
+        model.model.layers[1].eval()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        first, second = self.model.model.layers
+        assert {part.training for part in first.modules()} == {True}
+        assert {part.training for part in second.modules()} == {False}
+
+
+def train_frozen(folder: Path) -> None:
+    task = Frozen(config=TINY, loss_chunks=2, sample_prompts=["1"])
+    trainer = build_trainer(FSDP2Strategy(), max_steps=2, val_check_interval=1, limit_val_batches=1)
+    trainer.fit(task, datamodule=make_data(folder, validation=str(folder / "text.jsonl")))
+    assert trainer.global_step == 2
+
+
+def test_what_a_task_keeps_in_evaluation_stays_so(tmp_path: Path) -> None:
+    """Checks of attention and of the loss, and samples, run in evaluation and come back from it."""
+    run_ranks(train_frozen, tmp_path)
+
+
 class Metrics(pl.Callback):
     """Keeps what is logged after every step."""
 
