@@ -23,7 +23,6 @@ DOORS = {
     "peft": {"adapters"},
     "lightning": {"strategy", "reporting", "planning", "tasks", "callbacks", "cli"},
     "ray": {"tasks", "callbacks", "cli"},
-    "pytorch_lightning": set(),  # a second copy of Lightning's classes
 }
 # Tasks that another one is made of.
 MADE_OF = {"preference": "causal_lm"}
@@ -127,17 +126,10 @@ def test_each_dependency_has_its_doors() -> None:
     assert bad == []
 
 
-def test_tasks_and_callbacks_are_imported_as_parts_of_the_package() -> None:
-    """``tasks.base`` beside ``lit_fsdp.tasks.base`` would be a second copy of every class in it."""
-    for path in files(*SOURCE_FOLDERS, "tests", "benchmarks", "examples", suffix=".py"):
-        short = [m for m in imported_modules(ast.parse(path.read_text())) if is_inside(m, "tasks", "callbacks")]
-        assert not short, f"{relative(path)} imports {short}: write lit_fsdp.{short[0]}"
-
-
 def test_no_underscore_name_of_ours_crosses_a_file() -> None:
     bad = []
-    for path in files(*SOURCE_FOLDERS, "tests", "benchmarks", suffix=".py"):
-        tree = ast.parse(path.read_text())
+    others = {path: ast.parse(path.read_text()) for path in files("tests", "benchmarks", suffix=".py")}
+    for path, tree in [*zip(SOURCES.values(), TREES.values(), strict=True), *others.items()]:
         froms = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and is_inside(n.module or "", "lit_fsdp")]
         names = [a.name for node in froms for a in node.names]
         modules = {a.asname or a.name for n in froms for a in n.names if f"{n.module}.{a.name}" in SOURCES}
