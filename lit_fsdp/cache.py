@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 # The last file written, with digest and state of the others; a folder without it, or with other contents, is not read.
 COMPLETE = "complete"
 _FOUND = "found.json"
-_BLOCK_BYTES = 1 << 22
 _SAMPLE_BYTES = 1 << 14
 
 
@@ -170,14 +169,11 @@ def read_state(path: Path) -> list[int]:
 
 def hash_file(path: Path) -> str:
     """Return a digest of the contents of a file; raise a ``ValueError`` if it cannot be read."""
-    digest = xxhash.xxh3_128()
     try:
         with path.open("rb") as file:
-            while block := file.read(_BLOCK_BYTES):
-                digest.update(block)
+            return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
-    return digest.hexdigest()
 
 
 def sample_file(path: Path) -> tuple[int, str]:

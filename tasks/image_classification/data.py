@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -139,7 +140,6 @@ class ImageData(TaskData):
         self.skips_bad_images = bad_images == "skip"
         self._images: dict[Split, Images] = {}
         self._classes: list[str] | None = None
-        self._preprocessing: Preprocessing | None = None
 
     def _take_default(self) -> None:
         """Take the digits for everything where nothing is named; else what is missing is asked for."""
@@ -161,12 +161,10 @@ class ImageData(TaskData):
             raise RuntimeError("the classes are found in setup(); call that first")
         return self._classes
 
-    @property
+    @cached_property
     def preprocessing(self) -> Preprocessing:
         """How images become numbers. Loads the processor when it is first asked for."""
-        if self._preprocessing is None:
-            self._preprocessing = Preprocessing(load_processor(self.processor_setting), self.augmentation)
-        return self._preprocessing
+        return Preprocessing(load_processor(self.processor_setting), self.augmentation)
 
     def count_classes(self) -> int | None:
         """Return how many classes there will be, if that is known without reading data."""

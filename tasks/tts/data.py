@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -134,7 +134,6 @@ class SpeechData(TaskData):
         self._rows: dict[str, list[PreparedRow]] = {}
         self._voiced_rows: list[PreparedRow] = []  # whose voices are known
         self._known: dict[str, Voice] = {}  # of a checkpoint
-        self._tokenizer: Any = None
 
     def attach(self, config: FamilyConfig) -> None:
         """Tell the data which model it is for, where no Trainer does: ids in batches are the model's.
@@ -170,12 +169,10 @@ class SpeechData(TaskData):
         """That of the model."""
         return get_family(self._get_config().raw["model_type"])
 
-    @property
+    @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer of the text."""
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self.tokenizer_name)
-        return self._tokenizer
+        return load_tokenizer(self.tokenizer_name)
 
     def check_rows(self, stage: str, config: FamilyConfig) -> None:
         """Read and check the rows that a stage needs, before the processes of a run are started.
