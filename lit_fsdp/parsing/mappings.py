@@ -74,7 +74,7 @@ def _read_mappings(init: Callable[..., None]) -> Callable[..., None]:
             given, hints = {}, {}
         wanted = {name: hint for name, hint in hints.items() if name in given and _is_to_read(given[name], hint)}
         if wanted:
-            read = _read({name: given[name] for name in wanted}, wanted)
+            read = read_mappings({name: given[name] for name in wanted}, wanted)
             names = [name for name in signature.parameters if name in given]
             args = tuple(read.get(name, value) for name, value in zip(names[1:], args, strict=False))
             kwargs |= {name: value for name, value in read.items() if name in kwargs}
@@ -103,8 +103,12 @@ class _BuildError(BaseException):
     """Carries an error past jsonargparse, which takes any ``Exception`` for a mismatch of a union."""
 
 
-def _read(given: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the values stand for, read as a configuration is.
+def read_mappings(given: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what values stand for, read as a configuration is.
+
+    Args:
+        given: By name.
+        hints: The type of each.
 
     Raises:
         ValueError: With the path of the setting, what was given, and what was expected.

@@ -12,15 +12,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import zip_longest
 from os import PathLike, fspath
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lit_fsdp.errors import suggest
+from lit_fsdp.parsing.mappings import read_mappings
 from lit_fsdp.tasks.data import DEFAULT_SPLITS, Split
 from lit_fsdp.tasks.text.rows import Columns, Format
 from lit_fsdp.tasks.text.sources import Part, TxtDocuments, list_parts
@@ -43,7 +43,7 @@ class DataSource:
     """
 
     path: str | list[str]
-    weight: float | None = None
+    weight: int | float | None = None  # as it is given: a stream is known by it
     split: str | None = None
     format: Format | None = None
     columns: Columns | None = None
@@ -83,41 +83,8 @@ def _read_source(place: str, given: object) -> DataSource:
     if not isinstance(given, Mapping):
         what = "expected a path, or a mapping such as {path: a.jsonl, weight: 1}"
         raise ValueError(f"{place}: got {given!r}: {what}")  # noqa: TRY004  of a setting
-    _check_keys(place, given, DataSource)
-    if "path" not in given:
-        raise ValueError(f"{place}.path: missing: expected a file, a folder or a data set")
-    columns = given.get("columns")
-    if isinstance(columns, Mapping):
-        _check_keys(f"{place}.columns", columns, Columns)
-    expected = {
-        "path": (_is_path, "a text, or a list of texts"),
-        "weight": (lambda value: isinstance(value, int | float) and not isinstance(value, bool), "a number"),
-        "split": (lambda value: isinstance(value, str), "a text"),
-        "format": (lambda value: value in get_args(Format), f"one of {', '.join(get_args(Format))}"),
-        "columns": (_is_columns, "a mapping of our names to the fields of the rows"),
-    }
-    for name, (fits, what) in expected.items():
-        value = given.get(name)
-        if (value is not None or name == "path") and not fits(value):
-            raise ValueError(f"{place}.{name}: got {value!r}: expected {what}")
-    return DataSource(**{**given, "columns": Columns(**columns) if isinstance(columns, Mapping) else columns})
-
-
-def _is_path(value: object) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str) for one in value))
-
-
-def _is_columns(value: object) -> bool:
-    texts = value.values() if isinstance(value, Mapping) else [None]
-    return isinstance(value, Columns) or all(isinstance(text, str) for text in texts)
-
-
-def _check_keys(place: str, given: Mapping[str, Any], settings: type[DataSource | Columns]) -> None:
-    known = [field.name for field in fields(settings)]
-    for key in given:
-        if key not in known:
-            hint = suggest(str(key), known, f"expected one of {', '.join(known)}")
-            raise ValueError(f"{place}.{key}: unknown key: {hint}")
+    source: DataSource = read_mappings({place: given}, {place: DataSource})[place]
+    return source
 
 
 def _check_weights(split: str, weights: Sequence[float | None]) -> None:

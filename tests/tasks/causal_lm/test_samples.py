@@ -140,9 +140,10 @@ def test_a_sample_that_fails_is_a_warning_once_and_the_others_are_answered(tmp_p
     data = make_data(tmp_path)
     data.setup("fit")
 
-    class Task:
+    class Task(torch.nn.Module):
         def __init__(self) -> None:
-            self.training, self.device = True, torch.device("cpu")
+            super().__init__()
+            self.device = torch.device("cpu")
             self.generation, self.limits = {"max_new_tokens": 64}, list[int]()
             values = {"global_step": 3, "strategy": None, "datamodule": data, "world_size": 1}
             self.trainer = SimpleNamespace(**values, loggers=[], is_global_zero=True)
@@ -158,12 +159,6 @@ def test_a_sample_that_fails_is_a_warning_once_and_the_others_are_answered(tmp_p
 
         def read_config(self) -> Any:
             return CausalLM(config=TINY).read_config()
-
-        def eval(self) -> None:
-            self.training = False
-
-        def train(self, mode: bool) -> None:
-            self.training = mode
 
     task, samples = Task(), Samples(["the number", "the"])
     data.eval_batch_size = 1
