@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from lit_fsdp.errors import suggest
 
 _PIECE = 8  # tokens of each of the two documents of the probe
 
@@ -131,8 +132,7 @@ def check_generation(generation: Mapping[str, Any]) -> None:
     known = set(GenerationConfig().to_dict())
     for name in generation:
         if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else "expected an argument of Transformers' GenerationConfig"
+            hint = suggest(name, known, "expected an argument of Transformers' GenerationConfig")
             raise ValueError(f"generation.{name}: no setting of generate: {hint}")
     try:
         GenerationConfig(**generation)

@@ -6,7 +6,6 @@ checkpoints and for state dicts these are ``uint8`` parameters.
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from torch.nn.modules.conv import _ConvNd  # private, seen in torch 2.13: what a
 from transformers.pytorch_utils import Conv1D
 from typing_extensions import override
 
+from lit_fsdp.errors import suggest
 from lit_fsdp.quantization.groups import GroupedExperts, multiply_groups
 from lit_fsdp.quantization.kernels import load_kernels
 from lit_fsdp.quantization.quantize import Quantization, dequantize, multiply
@@ -217,8 +217,7 @@ def find_named(names: Iterable[str], patterns: Sequence[str], setting: str, prob
     for pattern, found in fitting.items():
         if not found:
             known = {name.rpartition(".")[2] for name in names}
-            near = difflib.get_close_matches(pattern.rpartition(".")[2], known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"expected one such as {', '.join(sorted(known)[:8])}"
+            hint = suggest(pattern.rpartition(".")[2], known, f"expected one such as {', '.join(sorted(known)[:8])}")
             raise ValueError(f"{setting}: got {pattern!r}: {problem}; {hint}")
     return set().union(*fitting.values())
 

@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -19,6 +18,7 @@ from typing_extensions import override
 
 from lit_fsdp.cache import sample_file
 from lit_fsdp.checkpoint.remote import RemotePath, UnreachableError, is_remote, locate
+from lit_fsdp.errors import nearest
 from lit_fsdp.files import refuse_special_file
 from lit_fsdp.redaction import redact
 from lit_fsdp.tasks.row_files import (
@@ -332,8 +332,8 @@ def _find_files(source: str, path: Path) -> list[Path] | None:
     refuse_special_file(path, source)
     if path.suffix in READERS or path.is_absolute() or source.startswith(("~", ".")) or source.count("/") > 1:
         names = [other.name for other in path.parent.glob("*") if other.is_dir() or other.suffix in READERS]
-        near = get_close_matches(path.name, names, n=1)
-        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        near = nearest(path.name, names)
+        hint = f"; did you mean {path.parent / near}?" if near else ""
         raise ValueError(f"{source}: no such file or folder, seen from {Path.cwd()}{hint}")
     return None
 

@@ -3,10 +3,10 @@
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from lit_fsdp.errors import nearest
 from lit_fsdp.files import refuse_special_file
 from lit_fsdp.tasks.pretrained import load_stored_tokenizer, read_tokenizer_files
 
@@ -55,11 +55,8 @@ def read_chat_template(setting: str) -> str:
         path = Path(setting).expanduser()
         refuse_special_file(path, f"chat_template: got {setting!r}")
         if not path.is_file():
-            names = [other.name for other in path.parent.glob("*") if other.is_file()]
-            near = get_close_matches(path.name, names, n=1)
-            hint = (
-                f"did you mean {path.parent / near[0]}?" if near else "expected a .jinja file, or the template's text"
-            )
+            near = nearest(path.name, [other.name for other in path.parent.glob("*") if other.is_file()])
+            hint = f"did you mean {path.parent / near}?" if near else "expected a .jinja file, or the template's text"
             raise ValueError(f"chat_template: got {setting!r}: no such file, seen from {Path.cwd()}: {hint}")
         text, where = path.read_text(), str(path)
     try:
