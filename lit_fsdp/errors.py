@@ -36,6 +36,11 @@ def suggest(name: str, known: Iterable[str], otherwise: str) -> str:
     return f"did you mean {guess}?" if guess else otherwise
 
 
+def get_first_line(error: BaseException) -> str:
+    """Return what a library says of its error, without lines of advice behind it; its type where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def join_names(names: Sequence[str]) -> str:
     """Return names for an error: the first five, and how many more there are."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

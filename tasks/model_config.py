@@ -14,7 +14,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 
-from lit_fsdp.errors import join_names, suggest
+from lit_fsdp.errors import get_first_line, join_names, suggest
 from lit_fsdp.weights.base_weights import check_config_file, get_pretrained_folder
 
 # What every model is made of; 0 would be none. Of parts that only some have, such as shared experts, 0 may mean none.
@@ -36,7 +36,7 @@ def load_config(pretrained: str) -> PreTrainedConfig:
     except StrictDataclassError as error:
         raise ValueError(f"pretrained: {pretrained}: config.json: {error.__cause__ or error}") from error
     except (OSError, ValueError) as error:
-        raise ValueError(f"pretrained: got {pretrained!r}: {str(error).strip().splitlines()[0]}") from error
+        raise ValueError(f"pretrained: got {pretrained!r}: {get_first_line(error)}") from error
     except (TypeError, LookupError, AttributeError, ArithmeticError) as error:  # what values of other types come to
         what = f"Transformers cannot read it: {type(error).__name__}: {error}"
         raise ValueError(f"pretrained: {pretrained}: config.json: {what}") from error

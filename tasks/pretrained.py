@@ -24,6 +24,7 @@ from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.checkpoint.reader import EXPORT
 from lit_fsdp.checkpoint.sharded import agree
 from lit_fsdp.checkpoint.untrusted import refuse_other_forms
+from lit_fsdp.errors import get_first_line
 from lit_fsdp.export.adapter import describe_adapters
 from lit_fsdp.export.folder import ADAPTER_CONFIG
 from lit_fsdp.optim.factory import Optimizer
@@ -315,7 +316,7 @@ def load_stored_tokenizer(name: str) -> Any:
     except StrictDataclassError as error:
         raise ValueError(f"tokenizer: got {name!r}: config.json: {error.__cause__ or error}") from error
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = get_first_line(error)
         raise ValueError(f"tokenizer: got {name!r}: there is no tokenizer that can be loaded: {reason}") from error
 
 

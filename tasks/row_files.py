@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from lit_fsdp.checkpoint.remote import Location, UnreachableError
+from lit_fsdp.errors import get_first_line
 from lit_fsdp.files import refuse_special_file
 
 # What a file begins with that another program has packed or written in an encoding of two bytes.
@@ -239,7 +240,7 @@ def read_parquet(path: Location, columns: Sequence[str] | None = None) -> Iterat
                     )
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last one: a name in the schema
         place = f"{path} after row {number}" if number else str(path)
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = get_first_line(error)
         yield make_bad(place, f"not readable as Parquet: {reason}")
 
 
@@ -266,7 +267,7 @@ def open_saved(folder: Path, split: str) -> tuple[Any, bool]:
     try:
         saved = load_from_disk(str(folder))
     except Exception as error:  # of json, pyarrow and datasets, each its own
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = get_first_line(error)
         raise ValueError(
             f"{folder}: damaged, as a data set of save_to_disk: {reason}: copy it or save it once more"
         ) from error

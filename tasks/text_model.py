@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from lit_fsdp.errors import suggest
+from lit_fsdp.errors import get_first_line, suggest
 
 _PIECE = 8  # tokens of each of the two documents of the probe
 
@@ -137,7 +137,7 @@ def check_generation(generation: Mapping[str, Any]) -> None:
     try:
         GenerationConfig(**generation)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"generation: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"generation: {get_first_line(error)}") from error
 
 
 def get_end_ids(model: Any, tokenizer: Any) -> int | list[int]:

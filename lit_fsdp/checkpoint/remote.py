@@ -31,6 +31,8 @@ from fsspec.core import url_to_fs
 from fsspec.registry import get_filesystem_class, known_implementations
 from typing_extensions import Buffer, override
 
+from lit_fsdp.errors import get_first_line
+
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _HERE = ("file", "local")  # schemes of this machine
 _EXTRAS = {"s3": "s3", "s3a": "s3"}
@@ -417,7 +419,7 @@ def _import_store(scheme: str, text: str) -> None:
             raise ValueError(
                 f'got {text!r}: a package is missing: pip install "lit_fsdp[{_EXTRAS[scheme]}]"'
             ) from error
-        raise ValueError(f"got {text!r}: a package is missing: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"got {text!r}: a package is missing: {get_first_line(error)}") from error
     if issubclass(kind, AsyncFileSystem):
         # Other ranks write what this one lists, and Lightning keeps stores of its own.
         for name in kind.protocol if isinstance(kind.protocol, tuple | list) else [kind.protocol]:
@@ -448,5 +450,4 @@ def _plain_errors(path: RemotePath) -> Iterator[None]:
     except NotImplementedError as error:
         raise UnreachableError(f"{path}: fsspec can only read there") from error
     except Exception as error:
-        text = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UnreachableError(f"{path}: {text}") from error
+        raise UnreachableError(f"{path}: {get_first_line(error)}") from error

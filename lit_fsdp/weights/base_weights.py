@@ -15,7 +15,7 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from lit_fsdp.errors import nearest
+from lit_fsdp.errors import get_first_line, nearest
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.weights.safetensors_io import FULL, compute_fingerprint, sample_fingerprint
 
@@ -62,7 +62,7 @@ def fetch_pretrained(pretrained: str, setting: str = "pretrained", patterns: Seq
         if _is_meant_locally(pretrained):
             hint = f"did you mean {near}?" if near else f"seen from {Path.cwd()}"
             raise ValueError(f"{setting}: got {pretrained!r}: there is no such folder: {hint}") from error
-        first = str(error).strip().splitlines()[0]
+        first = get_first_line(error)
         hint = f"; did you mean the folder {near}?" if near else ""
         raise ValueError(f"{setting}: got {pretrained!r}: no such folder, and the Hub says: {first}{hint}") from error
 

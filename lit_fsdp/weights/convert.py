@@ -37,6 +37,7 @@ from transformers.core_model_loading import (
 )
 
 from lit_fsdp.adapters.layers import clean_name
+from lit_fsdp.errors import get_first_line
 from lit_fsdp.weights.safetensors_io import StoredTensor
 
 Rows = Literal["stacked", "joined", "inside"]
@@ -195,7 +196,7 @@ def _set_shapes(model: nn.Module, conversion: Conversion, stored: Mapping[str, S
     try:
         result = convert_rows(model, conversion, stored, read, stored[conversion.sources[0][1]].dtype)
     except Exception as error:  # whatever an operation of Transformers raises; the cause is chained
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        reason = get_first_line(error)
         raise ValueError(
             f"{conversion.first_target} cannot be made of {describe_sources(conversion)}: {reason}"
         ) from error

@@ -18,7 +18,7 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lit_fsdp.errors import ConfigError, suggest
+from lit_fsdp.errors import ConfigError, get_first_line, suggest
 from lit_fsdp.tasks.causal_lm.opened import OpenedLM, open_tokenizer
 
 
@@ -115,7 +115,7 @@ class HarnessLM(OpenedLM):
                     log_samples=False,
                 )
             except (ConnectionError, FileNotFoundError, DatasetsError) as error:  # FileNotFoundError: no cache either
-                first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+                first = get_first_line(error)
                 raise ValueError(
                     f"tasks: got {', '.join(self.tasks)}: their data cannot be had: {first}; fetch it where the Hub "
                     "can be reached, or give tasks of your own by include_path"

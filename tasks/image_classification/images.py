@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import ExifTags, Image
 
+from lit_fsdp.errors import get_first_line
+
 SUFFIXES = (".avif", ".bmp", ".gif", ".jfif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -64,7 +66,7 @@ class Images:
             return _to_rgb(_turn(image))
         # What decoders raise for damaged data differs by format; a missing file is an OSError too.
         except (OSError, ValueError, SyntaxError, TypeError, EOFError, Image.DecompressionBombError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            reason = get_first_line(error)
             raise BadImageError(f"{self.locate(index)}: {reason}") from error
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lit_fsdp.errors import get_first_line
 from lit_fsdp.tasks.row_files import (
     Row,
     check_rows,
@@ -83,7 +84,7 @@ def _read_schema(path: Path, image: str) -> tuple[list[str], bool]:
         schema = pq.read_schema(path)
         return schema.names, image in schema.names and _holds_images(schema.field(image).type)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not readable as Parquet: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"{path}: not readable as Parquet: {get_first_line(error)}") from error
 
 
 def _holds_images(kind: Any) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForImageClassification, PreTrainedConfig, PreTrainedModel
 
+from lit_fsdp.errors import get_first_line
 from lit_fsdp.planning.closed_form.image_reader import count_tokens, find_embeddings
 from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.tasks.classifier import name_classes
@@ -34,7 +35,7 @@ def build_classifier(config: PreTrainedConfig, attention: str | None = None) -> 
         with torch.device("meta"):
             return AutoModelForImageClassification.from_config(config, dtype=torch.float32, **options)
     except (ImportError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = get_first_line(error)
         if config.model_type == "timm_wrapper" and isinstance(error, ImportError):
             raise ValueError(
                 'config: models of timm need timm and torchvision: pip install -e ".[timm]", with a torchvision that '
@@ -56,7 +57,7 @@ def check_size(config: PreTrainedConfig, size: tuple[int, int]) -> bool:
             _ = model(pixel_values=pixels, **options).logits
             return bool(options)
         except (ValueError, RuntimeError, TypeError, AttributeError) as error:
-            reason = reason or (str(error).splitlines() or [type(error).__name__])[0][:200]
+            reason = reason or get_first_line(error)[:200]
             if "meta" in reason or isinstance(error, NotImplementedError):  # cannot be told without values
                 return False
     # Models such as CLIP read texts too.

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from PIL import Image
 from torch import Tensor
 
+from lit_fsdp.errors import get_first_line
 from lit_fsdp.tasks.image_classification.augmentation import Augmentation, change_colors, crop_and_flip, erase
 from lit_fsdp.tasks.loading import mix_seeds
 from lit_fsdp.weights.base_weights import PROCESSOR, fetch_pretrained, get_pretrained_folder
@@ -163,7 +164,7 @@ def load_processor(setting: str | Pixels) -> Any:
                 get_pretrained_folder(setting, PROCESSOR), backend="pil", trust_remote_code=False
             )
     except (OSError, ValueError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = get_first_line(error)
         raise ValueError(f"processor: got {setting!r}: {reason}") from error
 
 

@@ -13,6 +13,7 @@ from PIL import Image
 
 from lit_fsdp.checkpoint.remote import UnreachableError, locate
 from lit_fsdp.checkpoint.sharded import agree
+from lit_fsdp.errors import get_first_line
 from lit_fsdp.files import refuse_special_file
 from lit_fsdp.tasks.data import DEFAULT_SPLITS, Split
 from lit_fsdp.tasks.image_classification.images import SUFFIXES, Images, decode
@@ -312,5 +313,5 @@ def _load_rows(source: str, split: str) -> Any:
         with tell_retries_once():
             return datasets.load_dataset(name, config or None, split=split)
     except (OSError, datasets.exceptions.DatasetsError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = get_first_line(error)
         raise ValueError(f"{source}: no such file or folder, and not to be had as a data set: {reason}") from error

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lit_fsdp.cache import sample_file
 from lit_fsdp.checkpoint.remote import RemotePath, UnreachableError, is_remote, locate
-from lit_fsdp.errors import nearest
+from lit_fsdp.errors import get_first_line, nearest
 from lit_fsdp.files import refuse_special_file
 from lit_fsdp.redaction import redact
 from lit_fsdp.tasks.row_files import (
@@ -369,7 +369,7 @@ def _plain_errors(source: str, split: str) -> Iterator[None]:
         with tell_retries_once():
             yield
     except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+        reason = get_first_line(error)
         raise ValueError(
             f"{source!r} is neither a file or folder here (seen from {Path.cwd()}) nor a data set that could "
             f"be loaded from the Hugging Face Hub, split {split!r}: {reason}"

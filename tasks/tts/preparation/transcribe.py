@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lit_fsdp.errors import get_first_line
 from lit_fsdp.tasks.tts.config import CONFIG, read_raw_config
 from lit_fsdp.tasks.tts.preparation.audio import Audio
 from lit_fsdp.weights.base_weights import fetch_pretrained, get_pretrained_folder
@@ -61,7 +62,7 @@ def load_transcriber(name: str, device: str = "cpu") -> Transcribe:
         processor: Any = WhisperProcessor.from_pretrained(folder)
         model: Any = WhisperForConditionalGeneration.from_pretrained(folder).eval().to(device)
     except OSError as error:
-        raise ValueError(f"transcriber: got {name!r}: {str(error).strip().splitlines()[0]}") from error
+        raise ValueError(f"transcriber: got {name!r}: {get_first_line(error)}") from error
 
     is_multilingual = getattr(model.generation_config, "is_multilingual", True)  # others refuse a language
     known = {*LANGUAGES.values(), *LANGUAGES, *TO_LANGUAGE_CODE} if is_multilingual else set()
