@@ -38,10 +38,6 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["lit_fsdp"])
 
 
-def test_there_are_configs() -> None:
-    assert Path("configs/quickstart.yaml") in CONFIGS
-
-
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_the_head_comment_holds_the_command_and_it_parses(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     commands = read_commands(config)
