@@ -43,7 +43,7 @@ from lit_fsdp.reporting.metrics import count_planned_steps
 from lit_fsdp.sharding.grad_clipping import clip_grad_norm, clip_grad_value, compute_grad_norm, scale_gradients
 from lit_fsdp.strategy.batch_split import BatchPart, split_rows
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
-from lit_fsdp.strategy.lightning_internals import forget_train_loader, log_again
+from lit_fsdp.strategy.lightning_internals import forget_train_loader, is_last_micro_batch, log_again
 from lit_fsdp.strategy.lightning_strategies import (
     check_lightning_strategy,
     holds_gradients,
@@ -305,8 +305,7 @@ class Task(TakesMappings, LightningModule):
             scale_gradients([p for p in self._list_parameters() if p not in scaled], factor)
 
     def _ends_step(self) -> bool:
-        # Private, seen in lightning 2.6.6: whether another micro-batch of this step follows.
-        return self._step_sums is not None and not self.trainer.fit_loop._should_accumulate()
+        return self._step_sums is not None and is_last_micro_batch(self.trainer)
 
     def _compute_factor(self) -> Tensor:
         """Return what the gradients of the step still lack, and note its loss. All ranks must call it."""

@@ -176,7 +176,7 @@ def save_whole_steps(trainer: pl.Trainer) -> None:
     """
 
     def save(callback: ModelCheckpoint, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        if not trainer.fit_loop._should_accumulate():
+        if is_last_micro_batch(trainer):
             type(callback).on_train_batch_end(callback, trainer, *args, **kwargs)
 
     for callback in _list_model_checkpoints(trainer):
