@@ -7,6 +7,7 @@ import statistics
 import warnings
 from array import array
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -81,7 +82,7 @@ class ThroughputLogger(StepCallback):
         self._section: Section | None = None
         self._undo: list[Callable[[], None]] = []
         self._counter: FlopCounter | None = None
-        self._is_counting = False
+        self._counting = ExitStack()
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -119,8 +120,7 @@ class ThroughputLogger(StepCallback):
         if self._estimator is not None and is_sample:
             self._estimator.add(pl_module, batch)
         if self._counter is not None and trainer.global_step == self.first_step:
-            self._counter.__enter__()  # type: ignore[no-untyped-call]
-            self._is_counting = True
+            self._counting.enter_context(self._counter)
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -130,7 +130,7 @@ class ThroughputLogger(StepCallback):
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._timeline.cut("optimizer")
         if pl_module.automatic_optimization:
-            self._stop_counting()
+            self._counting.close()
 
     def _end_optimizer(self, *_: Any) -> None:
         # Torch calls this for the step of a parent class too, where an optimizer builds on that.
@@ -154,7 +154,7 @@ class ThroughputLogger(StepCallback):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        self._stop_counting()
+        self._counting.close()
         if trainer.global_step == self.last_step:  # a micro-batch without a step
             self._timeline.rename("other")
         super().on_train_batch_end(trainer, pl_module, *args)
@@ -264,11 +264,6 @@ class ThroughputLogger(StepCallback):
         self._undo.append(meter.stop)
         return meter
 
-    def _stop_counting(self) -> None:
-        if self._is_counting and self._counter is not None:
-            self._is_counting = False
-            self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
     def _choose_peak(self, trainer: Trainer, module: LightningModule) -> float | None:
         device, dtype = trainer.strategy.root_device, get_compute_dtype(trainer, module)
         if device.type != "cuda":
@@ -322,7 +317,7 @@ class ThroughputLogger(StepCallback):
         self._stop_watching()
 
     def _stop_watching(self) -> None:
-        self._stop_counting()
+        self._counting.close()
         while self._undo:
             self._undo.pop()()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -93,6 +93,7 @@ class MemoryTrace(TorchDispatchMode):
         self._sharded: dict[str, list[Any]] = {}
         self._whole: dict[str, list[nn.Parameter]] = {}  # those of one rank, which get their gradients themselves
         self._hooks: list[Any] = []
+        self._watch = ExitStack()  # of what no operator tells
         self._error: Exception | None = None  # which ended the counting
 
     def add_inputs(self, batch: Any, kind: Kind = "rest") -> None:
@@ -199,16 +200,13 @@ class MemoryTrace(TorchDispatchMode):
         self._look()
 
     def _look(self) -> None:
-        self._watcher = _watch_resizes(partial(self._try, self._resize))
-        self._watcher.__enter__()
-        self._sum_watcher = watch_sums(partial(self._try, self._mark_reduced))
-        self._sum_watcher.__enter__()
+        self._watch.enter_context(_watch_resizes(partial(self._try, self._resize)))
+        self._watch.enter_context(watch_sums(partial(self._try, self._mark_reduced)))
         super().__enter__()  # type: ignore[no-untyped-call]
 
     def _look_away(self) -> None:
         super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        self._sum_watcher.__exit__(None, None, None)
-        self._watcher.__exit__(None, None, None)
+        self._watch.close()
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
