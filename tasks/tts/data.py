@@ -27,7 +27,7 @@ from lit_fsdp.tasks.tts.families.family import Family, FamilyConfig, Voice, get_
 from lit_fsdp.tasks.tts.families.model_types import get_family
 from lit_fsdp.tasks.tts.preparation.mapped_rows import map_rows
 from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
-from lit_fsdp.tasks.tts.rows import check_row, hold_out, name_speakers, refuse_unnamed
+from lit_fsdp.tasks.tts.rows import check_row, name_speakers, refuse_unnamed
 from lit_fsdp.tasks.tts.tokenizer import load_tokenizer
 from lit_fsdp.tasks.tts.utterance import Batch, Utterance
 
@@ -204,13 +204,13 @@ class SpeechData(TaskData):
             raise self.describe_missing("train")
         if self.sources["train"][0] is not None and "train" not in self._rows:
             rows = self._read("train")
-            kept, held = hold_out(rows, self.validation_fraction)
+            kept = [rows[i] for i in self.choose_rows("train", len(rows))]
             # Numbers of speakers also for those who were held out with all they say.
             self._voiced_rows = rows if self._get_config().voice_size is None else kept
             self.voices = self._assign_voices(self._voiced_rows, makes_means=stage in ("fit", None))
             self._rows["train"] = kept
-            if held:
-                self._rows["validation"] = held
+            if self.holds_out:
+                self._rows["validation"] = [rows[i] for i in self.choose_rows("validation", len(rows))]
         if self.sources["validation"][0] is not None and "validation" not in self._rows:
             self._rows["validation"] = self._read("validation")
 

@@ -1,16 +1,12 @@
-"""Prepared rows for one model: checked, with a name for who speaks in each, and divided."""
+"""Prepared rows for one model: checked, and with a name for who speaks in each."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from lit_fsdp.tasks.tts.families.family import Family, FamilyConfig
 from lit_fsdp.tasks.tts.preparation.prepared import UNNAMED, PreparedRow
-
-_HELD_OUT_SEED = 0
 
 
 def check_row(row: PreparedRow, family: Family, config: FamilyConfig) -> None:
@@ -71,18 +67,3 @@ def refuse_unnamed(rows: Sequence[PreparedRow]) -> None:
             f"{unnamed[0].place}: their mean would be a voice of whoever speaks there: expected default_speaker, the "
             f"name of who speaks in all of them ({UNNAMED!r} is one too), or speaker_embedding: row"
         )
-
-
-def hold_out(rows: list[PreparedRow], fraction: float) -> tuple[list[PreparedRow], list[PreparedRow]]:
-    """Return rows to train on and rows to validate on, always the same.
-
-    Raises:
-        ValueError: None is left to train on.
-    """
-    if not fraction:
-        return rows, []
-    num_held = max(1, round(len(rows) * fraction))
-    if num_held >= len(rows):
-        raise ValueError(f"validation_fraction: got {fraction}: of {len(rows)} rows none is left to train on")
-    held = set(np.random.default_rng(_HELD_OUT_SEED).permutation(len(rows))[:num_held].tolist())
-    return [r for i, r in enumerate(rows) if i not in held], [r for i, r in enumerate(rows) if i in held]
