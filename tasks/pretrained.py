@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +18,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
 from typing_extensions import override
 
 from lit_fsdp.adapters.layers import iterate_adapters
@@ -296,6 +298,17 @@ class PretrainedTask(Task):
     def _has_base(self) -> bool:
         """Whether a checkpoint leaves out weights, which it knows by their fingerprint instead."""
         return self.restores_frozen and any(not p.requires_grad for p in self.parameters())
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keep Transformers from warning and advising inside this context."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def load_stored_tokenizer(name: str) -> Any:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from torch import Tensor
 from lit_fsdp.errors import get_first_line
 from lit_fsdp.tasks.image_classification.augmentation import Augmentation, change_colors, crop_and_flip, erase
 from lit_fsdp.tasks.loading import mix_seeds
+from lit_fsdp.tasks.pretrained import quiet_transformers
 from lit_fsdp.weights.base_weights import PROCESSOR, fetch_pretrained, get_pretrained_folder
 
 PROCESSOR_FILE = "preprocessor_config.json"
@@ -159,22 +158,10 @@ def load_processor(setting: str | Pixels) -> Any:
 
     fetch_pretrained(setting, "processor", PROCESSOR)
     try:
-        with _quiet():
+        with quiet_transformers():  # it advises torchvision, which would resize a little differently
             return AutoImageProcessor.from_pretrained(
                 get_pretrained_folder(setting, PROCESSOR), backend="pil", trust_remote_code=False
             )
     except (OSError, ValueError, ImportError) as error:
         reason = get_first_line(error)
         raise ValueError(f"processor: got {setting!r}: {reason}") from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep Transformers from advising torchvision, which would resize a little differently."""
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

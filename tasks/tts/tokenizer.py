@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lit_fsdp.tasks.pretrained import load_stored_tokenizer
+from lit_fsdp.tasks.pretrained import load_stored_tokenizer, quiet_transformers
 
 BYTES = "bytes"
 _SPECIAL = ("<|im_start|>", "<|im_end|>", "assistant", "<tts_pad>", "<tts_text_bos>", "<tts_text_eod>")
@@ -18,14 +18,8 @@ def load_tokenizer(name: str) -> Any:
     """
     if name == BYTES:
         return build_byte_tokenizer()
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # warns of config.json, whose type of model it does not know and need not
-    try:
+    with quiet_transformers():  # it warns of config.json, whose type of model it does not know and need not
         return load_stored_tokenizer(name)
-    finally:
-        logging.set_verbosity(verbosity)
 
 
 def build_byte_tokenizer() -> Any:
