@@ -93,6 +93,7 @@ def test_what_was_learned_by_heart_is_spoken(learned: Any) -> None:
         assert codes[0, : len(utterance.codes)].tolist() == utterance.codes.tolist()
 
 
+@pytest.mark.full
 def test_speech_that_does_not_end_is_cut(learned: Any) -> None:
     model, utterances = learned
     family, config = parse_family(CSM)

@@ -182,6 +182,7 @@ def test_what_the_family_has_not_is_refused(make: Any, message: str) -> None:
         build()
 
 
+@pytest.mark.full
 def test_built_in_voices_are_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="kind: csm has no built-in voices"):
         export_voice(run, tmp_path / "out", kind="custom_voice")

@@ -122,6 +122,7 @@ def test_guidance_is_that_of_transformers() -> None:
         assert len(speech.codes) == 20
 
 
+@pytest.mark.full
 def test_speech_that_does_not_end_is_cut(learned: Any) -> None:
     model, utterances = learned
     family, config = parse_family(DIA)
