@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from lit_fsdp.cache import build_once, get_cache_dir, hash_files, make_key, read_digests
 from lit_fsdp.errors import join_names
 from lit_fsdp.reporting.sections import Section
-from lit_fsdp.tasks.data import DEFAULT_SPLITS, SPLITS_OF_STAGE, Split, TaskData, check_least
+from lit_fsdp.tasks.data import SPLITS_OF_STAGE, Split, TaskData, check_least
 from lit_fsdp.tasks.length_groups import compute_efficiency
 from lit_fsdp.tasks.loading import PADDING, ResumableLoader
 from lit_fsdp.tasks.row_files import show_controls
@@ -48,8 +48,9 @@ from lit_fsdp.tasks.sequence_classification.rows import (
 from lit_fsdp.tasks.shares import Share
 from lit_fsdp.tasks.text.batches import Batch, PadRows, keep_exact
 from lit_fsdp.tasks.text.messages import RowError
+from lit_fsdp.tasks.text.mixture import DataSource, list_group_parts
 from lit_fsdp.tasks.text.preview import Piece, Preview
-from lit_fsdp.tasks.text.sources import Part, Source, check_source, list_parts, read_parts
+from lit_fsdp.tasks.text.sources import Part, Source, check_source, read_parts
 from lit_fsdp.tasks.text.tokenizer import (
     TrainTokenizer,
     get_pad_id,
@@ -324,16 +325,10 @@ class LabeledTextData(TaskData):
         source, name = self.sources[split]
         if source is None:
             raise self.describe_missing(split)
-        try:
-            if source == _PYDOC:
-                parts: list[Part] = [PydocParagraphs()]
-            else:
-                parts = list_parts(source, split=name or DEFAULT_SPLITS[split], txt_documents="line")
-        except ValueError as error:
-            raise ValueError(f"{split}: {error}") from error
-        if name is not None and not any(part.has_splits for part in parts):
-            raise ValueError(f"{split}_split: got {name!r}: {source} has no splits; leave it out")
-        return parts
+        if source == _PYDOC and name is None:
+            return [PydocParagraphs()]
+        groups = [(split, DataSource(path=source))]
+        return list_group_parts(groups, split=split, split_name=name, txt_documents="line")[0]
 
     def _load_tokenizer(self) -> Any:
         setting = self.tokenizer_setting

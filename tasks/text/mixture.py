@@ -51,7 +51,7 @@ class DataSource:
     @property
     def name(self) -> str:
         """What it is called in errors and figures."""
-        return self.path if isinstance(self.path, str) else ", ".join(self.path)
+        return ", ".join(map(str, self.path)) if isinstance(self.path, list) else str(self.path)
 
 
 # Mappings, not ``DataSource``: where a list may hold a dataclass, jsonargparse 4.53 takes any path for that of a file
