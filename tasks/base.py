@@ -392,13 +392,15 @@ class Task(TakesMappings, LightningModule):
 
     @override
     def on_validation_epoch_end(self) -> None:
-        self._log_eval_loss("val", self.val_loss)
+        self.log_evaluation("val")
 
     @override
     def on_test_epoch_end(self) -> None:
-        self._log_eval_loss("test", self.test_loss)
+        self.log_evaluation("test")
 
-    def _log_eval_loss(self, stage: str, metric: MeanMetric) -> None:
+    def log_evaluation(self, stage: Literal["val", "test"]) -> None:
+        """Log what an evaluation that ends has measured; all ranks call it."""
+        metric = self.val_loss if stage == "val" else self.test_loss
         if metric.update_called:
             loss = metric.compute().float()  # over all ranks
             self.log(f"{stage}/loss", loss, sync_dist=True)  # equal on all ranks already

@@ -287,16 +287,9 @@ class ImageClassification(Classifier):
         metrics.update(logits, labels)
 
     @override
-    def on_validation_epoch_end(self) -> None:
-        super().on_validation_epoch_end()
-        self._log_metrics("val", self.val_metrics)
-
-    @override
-    def on_test_epoch_end(self) -> None:
-        super().on_test_epoch_end()
-        self._log_metrics("test", self.test_metrics)
-
-    def _log_metrics(self, stage: str, metrics: Metrics | None) -> None:
+    def log_evaluation(self, stage: Literal["val", "test"]) -> None:
+        super().log_evaluation(stage)
+        metrics = self.val_metrics if stage == "val" else self.test_metrics
         if metrics is None or not metrics.has_batches:
             return
         self._log_skipped(stage)

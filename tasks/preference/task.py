@@ -466,16 +466,8 @@ class PreferenceTuning(CausalLM):
     on_test_epoch_start = on_validation_epoch_start
 
     @override
-    def on_validation_epoch_end(self) -> None:
-        super().on_validation_epoch_end()
-        self._log_eval_metrics("val")
-
-    @override
-    def on_test_epoch_end(self) -> None:
-        super().on_test_epoch_end()
-        self._log_eval_metrics("test")
-
-    def _log_eval_metrics(self, stage: str) -> None:
+    def log_evaluation(self, stage: Literal["val", "test"]) -> None:
+        super().log_evaluation(stage)
         for name, value in self._take_metrics(is_training=False).items():
             self.log(f"{stage}/{name}", value, sync_dist=True)  # equal on all ranks already
 

@@ -243,16 +243,8 @@ class SequenceClassification(Classifier, TextTask):
     on_test_start = on_predict_start = Classifier.on_validation_start
 
     @override
-    def on_validation_epoch_end(self) -> None:
-        super().on_validation_epoch_end()
-        self._log_metrics("val")
-
-    @override
-    def on_test_epoch_end(self) -> None:
-        super().on_test_epoch_end()
-        self._log_metrics("test")
-
-    def _log_metrics(self, stage: str) -> None:
+    def log_evaluation(self, stage: Literal["val", "test"]) -> None:
+        super().log_evaluation(stage)
         metrics = self._get_metrics(stage)
         for name, value in metrics.compute().items():  # over all ranks
             scaled = 100 * value if name.endswith("_pct") else value

@@ -18,7 +18,8 @@ _STEP = {
 _HARMLESS = {
     *("setup", "teardown", "prepare_data", "prepare_plan", "read_config", "enter_dry_run", "restores_frozen"),
     *("configure_weights", "configure_callbacks", "get_seed", "get_lr_factors", "generate", "complete_sampling"),
-    *("log", "log_dict", "log_step", "update_eval_loss", "state_dict", "load_state_dict", "lr_scheduler_step"),
+    *("log", "log_dict", "log_step", "log_evaluation", "update_eval_loss"),
+    *("state_dict", "load_state_dict", "lr_scheduler_step"),
     *("get_grad_norm", "check_loss_chunks", "check_sequence", "class_names", "skipped_images", "collect_export_files"),
     *("is_sum_of_rows", "longest_row"),
 }
