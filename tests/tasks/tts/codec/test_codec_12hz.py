@@ -46,6 +46,7 @@ def test_audio_is_the_official_one(codec: Codec) -> None:
     torch.testing.assert_close(audio[::16], GOLDEN["audio"], atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.full
 def test_long_audio_is_decoded_in_the_official_chunks(codec: Codec) -> None:
     (audio,) = codec.decode([torch.cat([GOLDEN["codes 0"]] * 9)[:330]])
     torch.testing.assert_close(audio[300 * 1920 :: 64], GOLDEN["long audio"], atol=1e-3, rtol=1e-3)

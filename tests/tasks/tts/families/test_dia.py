@@ -101,6 +101,7 @@ def test_what_was_learned_by_heart_is_spoken(learned: Any) -> None:
         assert speak_with_stock(stock, list(utterance.text_ids)) == utterance.codes.tolist()
 
 
+@pytest.mark.full
 def test_guidance_is_that_of_transformers() -> None:
     family, config = parse_family(DIA)
     model, utterances = build_model(DIA).eval(), make_utterances(DIA, make_rows(4, 2), {})

@@ -207,6 +207,7 @@ def test_a_built_in_voice_speaks_as_officially() -> None:
         assert torch.equal(speech.codes, GOLDEN[f"built-in {i}"])
 
 
+@pytest.mark.full
 def test_the_same_seed_gives_the_same_speech(model: Qwen3TTS) -> None:
     batch = collate_prompts(make_utterances(codes=None), model.config)
 

@@ -64,6 +64,7 @@ def speak(model: Qwen3TTS, prompts: list[Utterance], name: str, sampling: Sampli
         assert torch.equal(speech.codes, GOLDEN[f"{name} {i}"])
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize("kind", ["whole", "streaming"])
 @pytest.mark.parametrize("num_contexts", [2, 1])
 def test_speech_that_goes_on_from_other_speech_is_the_official_one(kind: str, num_contexts: int) -> None:
@@ -78,6 +79,7 @@ def test_speech_that_goes_on_from_other_speech_is_drawn_as_officially() -> None:
     speak(build(), make_clones(num_contexts=1), "context sampled", sampling, streams=True)
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize("kind", ["built-in", "designed"])
 def test_a_voice_follows_instructions_as_officially(kind: str) -> None:
     model = build(tts_model_type="custom_voice" if kind == "built-in" else "voice_design")
@@ -100,6 +102,7 @@ def test_templates_are_the_official_ones() -> None:
     assert tokenizer.decode(encode_text(tokenizer, "Hi.")) == "<|im_start|>assistant\nHi."
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize("is_streaming", [False, True])
 @pytest.mark.parametrize("row", [0, 1])  # with text left over beside the frames to go on from, and frames beside text
 def test_training_feeds_position_by_position_what_generation_feeds(
