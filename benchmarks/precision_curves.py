@@ -1,11 +1,13 @@
-"""Loss curves of products in float8 and of optimizer state in 8 bits, beside bfloat16 with AdamW.
+"""Loss curves of products in float8, of optimizer state in 8 bits and of Muon, beside bfloat16 with AdamW.
 
     python benchmarks/precision_curves.py --seeds 3 --steps 150 --out benchmarks/results/precision_curves_DATE.md
+    python benchmarks/precision_curves.py --ways "bf16, adamw" "bf16, muon" --rates 0.5 1 2 4
 
 A small Llama learns the bytes of the language reference inside Python from random weights, in bf16-mixed on one rank,
 with the same weights, rows and learning rate in each way. One way more is bfloat16 with first weights that are a
 millionth larger: how far rounding alone moves a curve. On CPUs products in float8 are emulated: the same rounding,
-so a curve is what a GPU would give but for the order of sums, and times say nothing.
+so a curve is what a GPU would give but for the order of sums, and times say nothing. With ``--rates``, each way is
+also trained with multiples of the learning rate.
 """
 
 from __future__ import annotations
@@ -13,11 +15,14 @@ from __future__ import annotations
 import argparse
 import logging
 import platform
+import shlex
 import statistics
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +46,7 @@ WAYS: dict[str, dict[str, Any]] = {
     },
     "bf16, adamw_8bit": {"optimizer": "adamw_8bit"},
     "float8 tensorwise, adamw_8bit": {"float8": Float8(emulate=not _HAS_FLOAT8), "optimizer": "adamw_8bit"},
+    "bf16, muon": {"optimizer": "muon"},
     "bf16, adamw, other rounding": {"weights_factor": 1 + 1e-6},
 }
 
@@ -80,7 +86,7 @@ def train(way: Mapping[str, Any], seed: int, steps: int) -> list[float]:
         callbacks=[Keep()],
         **quiet,
     )
-    optimizer = Optimizer(name=way.get("optimizer", "adamw"), learning_rate=RATE)
+    optimizer = Optimizer(name=way.get("optimizer", "adamw"), learning_rate=RATE * way.get("rate", 1.0))
     task = CausalLM(config=MODEL, optimizer=optimizer, lr_scheduler=LRSchedule(type="cosine", warmup_steps=10))
     trainer.fit(task, DataLoader(make_rows(BATCH * steps, seed), batch_size=BATCH))
     return losses
@@ -90,20 +96,20 @@ def format_page(found: Mapping[str, Sequence[Sequence[float]]], args: argparse.N
     """Return losses along the way, and how far each curve is from the first one."""
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else f"one core of a CPU ({platform.machine()})"
     how = "products of the GPU" if _HAS_FLOAT8 else "products emulated"
-    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "torchao", "bitsandbytes"))
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "torchao", "bitsandbytes") if find_spec(name))
     points = [step for step in (1, 10, 25, 50, 100, 150, 300) if step <= args.steps]
     about = (
-        f"`python benchmarks/precision_curves.py --seeds {args.seeds} --steps {args.steps}` on {where}, {how}; "
+        f"`python benchmarks/precision_curves.py {shlex.join(sys.argv[1:])}` on {where}, {how}; "
         f"{packages}. 0.7 M parameters, {BATCH} rows of {LENGTH} bytes a step, bf16-mixed. Medians over {args.seeds} "
         f"seeds, of the mean of up to 5 steps before. *last {NUM_LAST}*: mean loss of the last {NUM_LAST} steps, to "
         "that of the first line with the same seed, median [range]."
     )
     lines = [
-        f"# Losses with float8 and with 8-bit optimizer state, {datetime.now(UTC).date().isoformat()}",
+        f"# Losses with float8, 8-bit optimizer state and Muon, {datetime.now(UTC).date().isoformat()}",
         "",
         about,
         "",
-        f"| way | {' | '.join(f'step {step}' for step in points)} | last {NUM_LAST} to bf16, adamw |",
+        f"| way | {' | '.join(f'step {step}' for step in points)} | last {NUM_LAST} to {next(iter(found))} |",
         "|---" * (len(points) + 2) + "|",
     ]
     base = [statistics.mean(losses[-NUM_LAST:]) for losses in next(iter(found.values()))]
@@ -124,6 +130,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=150, help=f"{NUM_LAST} or more")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=" | ".join(WAYS))
+    parser.add_argument("--rates", nargs="+", type=float, default=[1.0], help=f"multiples of {RATE}")
     parser.add_argument("--out", type=Path, help="Markdown file to write")
     args = parser.parse_args()
     if args.seeds < 1 or args.steps < NUM_LAST:
@@ -131,7 +139,12 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    found = {way: [train(settings, seed, args.steps) for seed in range(args.seeds)] for way, settings in WAYS.items()}
+    ways = {
+        f"{way}, {rate:g} of the rate" if rate != 1 else way: {**WAYS[way], "rate": rate}
+        for way in args.ways
+        for rate in args.rates
+    }
+    found = {way: [train(settings, seed, args.steps) for seed in range(args.seeds)] for way, settings in ways.items()}
     page = format_page(found, args)
     print(page)
     if args.out:
