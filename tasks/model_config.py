@@ -15,6 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 
 from lit_fsdp.errors import get_first_line, join_names, suggest
+from lit_fsdp.export.folder import ADAPTER_CONFIG
 from lit_fsdp.weights.base_weights import check_config_file, get_pretrained_folder
 
 # What every model is made of; 0 would be none. Of parts that only some have, such as shared experts, 0 may mean none.
@@ -31,6 +32,8 @@ def load_config(pretrained: str) -> PreTrainedConfig:
     """Return the configuration of a model, a folder or of the Hub."""
     folder = get_pretrained_folder(pretrained)
     check_config_file(folder)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"pretrained: got {pretrained!r}: {_describe_folder(folder)}")
     try:
         return drop_quantization(AutoConfig.from_pretrained(folder, trust_remote_code=False))
     except StrictDataclassError as error:
@@ -40,6 +43,16 @@ def load_config(pretrained: str) -> PreTrainedConfig:
     except (TypeError, LookupError, AttributeError, ArithmeticError) as error:  # what values of other types come to
         what = f"Transformers cannot read it: {type(error).__name__}: {error}"
         raise ValueError(f"pretrained: {pretrained}: config.json: {what}") from error
+
+
+def _describe_folder(folder: Path) -> str:
+    """Return what a folder is that holds no model, and what to set instead."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        return (
+            "it holds adapters and no model: export the run that trained them with --merge true and set pretrained to "
+            "that folder, or set it to the model below them, for new ones"
+        )
+    return "it has no config.json: expected a model's folder, such as `python -m lit_fsdp export` writes of a run"
 
 
 def make_config(settings: Mapping[str, Any]) -> PreTrainedConfig:

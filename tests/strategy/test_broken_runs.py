@@ -37,7 +37,7 @@ CONFIGS = {
     "--model.config.model_type=lama": "model.init_args.config.model_type: got 'lama': Transformers has no such model",
     "--model.config=null": "model.init_args.pretrained or config: expected one of them",
     "--model.pretrained=lacking": "model.init_args.pretrained or config: expected one of them",
-    "--model.config=null --model.pretrained=empty": "model.init_args.pretrained: got 'empty': Unrecognized model in em",
+    "--model.config=null --model.pretrained=empty": "model.init_args.pretrained: got 'empty': it has no config.json",
     "--model.config=null --model.pretrained=lacking": "lacking does not fit LlamaForCausalLM: it lacks model.layers.1",
     "--model.quantization.type=nf4": "model.init_args.quantization: quantized weights cannot be trained; set lora",
     "--model.lora.target_modules=[q_prj]": "model.init_args.lora.target_modules: got 'q_prj': the model has no such",

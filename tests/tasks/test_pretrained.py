@@ -19,7 +19,7 @@ from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.checkpoint.reader import open_checkpoint
 from lit_fsdp.cli.messages import describe_exception
 from lit_fsdp.tasks import CausalLM
-from lit_fsdp.tasks.model_config import explain_build_errors, make_config
+from lit_fsdp.tasks.model_config import explain_build_errors, load_config, make_config
 from lit_fsdp.tasks.text_model import build_model, count_positions
 from lit_fsdp.weights.base_weights import BASE, fetch_pretrained
 from lit_fsdp.weights.safetensors_io import sample_fingerprint
@@ -63,6 +63,19 @@ def test_gemma_4_takes_a_head_dim_that_only_some_of_its_layers_have() -> None:
     layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
     model = build_model(make_config({**TINY, **settings, **layers, "model_type": "gemma4_text"}), "sdpa")
     assert [layer.self_attn.q_proj.weight.shape[0] for layer in model.model.layers] == [4 * 8, 4 * 16]
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("adapter_config.json", "it holds adapters and no model: export the run that trained them with --merge true"),
+        ("model.safetensors", "it has no config.json: expected a model's folder, such as `python -m lit_fsdp export`"),
+    ],
+)
+def test_a_folder_without_a_model_is_told_from_one(file: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / file).write_text("{}")
+    with pytest.raises(ValueError, match=f"pretrained: got '{tmp_path}': {re.escape(message)}"):
+        load_config(str(tmp_path))
 
 
 REFUSED = [
