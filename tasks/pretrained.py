@@ -30,6 +30,7 @@ from lit_fsdp.errors import get_first_line
 from lit_fsdp.export.adapter import describe_adapters
 from lit_fsdp.export.folder import ADAPTER_CONFIG
 from lit_fsdp.optim.factory import Optimizer
+from lit_fsdp.quantization.layers import is_named, list_quantizable
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.tasks.base import Task
 from lit_fsdp.tasks.lr_schedule import LRSchedule
@@ -187,6 +188,13 @@ class PretrainedTask(Task):
                 "quantization: quantized weights cannot be trained; set lora, such as {r: 16}, or pretrained to the "
                 "model that they were made of"
             )
+        if stored is not None and stored.skip_modules is not None and self.lora is not None:
+            quantized = list_quantizable(model).keys() - {*stored.skip_modules}
+            if saved := sorted(name for name in quantized if is_named(name, self.lora.modules_to_save)):
+                raise ValueError(
+                    f"lora.modules_to_save: {saved[0]} is stored quantized, and cannot be trained; name it in "
+                    "target_modules, or set pretrained to the model that its weights were made of"
+                )
         if stored is not None and self.lora is not None and self.lora.init_lora_weights not in ("default", "gaussian"):
             raise ValueError(
                 f"lora.init_lora_weights: got {self.lora.init_lora_weights!r}: it needs the weights that those of "

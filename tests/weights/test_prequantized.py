@@ -173,6 +173,10 @@ def fit(model: Path, **options: Any) -> None:
             "quantization.double_quant: got False: the weights",
         ),
         (
+            {"lora": replace(PLAIN, modules_to_save=["lm_head", "1.mlp.down_proj"])},
+            "lora.modules_to_save: model.layers.1.mlp.down_proj is stored quantized, and cannot be trained; name it in",
+        ),
+        (
             {"lora": PLAIN, "quantization": Quantization(skip_modules=["q_proj"])},
             "quantization.skip_modules: the weights of",
         ),
