@@ -14,6 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+# Seen in torch 2.13 and transformers 5.23.
+_ADAFACTORS = (("torch.optim", "Adafactor"), ("transformers.optimization", "Adafactor"))
+
 
 class ShardOptimizer(Optimizer):
     """An optimizer whose state has dtypes and shapes of its own, in the same shards as the parameters.
@@ -90,6 +93,27 @@ class ShardOptimizer(Optimizer):
     def take_over(self, parameter: Tensor, value: Tensor, old: Tensor | None) -> Tensor:  # noqa: ARG002
         """Return what is kept of a loaded tensor; ``old`` is what was kept before."""
         return value.to(parameter.device) if value.ndim else value  # the number of steps stays on the CPU
+
+
+def refuse_whole_steps(optimizer: Optimizer) -> None:
+    """Refuse the optimizers of other libraries that fail in their first step of shards, by what to take instead.
+
+    Raises:
+        ValueError: It is one of them, and its parameters are sharded.
+    """
+    if not any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
+        return
+    kind = type(optimizer)
+    if any(base.__module__.startswith("bitsandbytes.") for base in kind.__mro__):
+        ours = "AdamW8bit"
+    elif any((base.__module__, base.__name__) in _ADAFACTORS for base in kind.__mro__):
+        ours = "Adafactor"
+    else:
+        return
+    raise ValueError(
+        f"configure_optimizers: got {kind.__name__} of {kind.__module__}: it cannot step sharded parameters; take "
+        f"lit_fsdp.optim.{ours}"
+    )
 
 
 def read_steps(state: dict[str, Tensor]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -199,6 +199,7 @@ def shard_model(
     if leaves_whole:
         offloads = isinstance(offload_policy, CPUOffloadPolicy)
         whole = list_whole(model, dist.get_world_size(), offloads, mp_policy.param_dtype, sharding)
+    _refuse_states(model, whole)
     for parameter in whole:
         if not parameter.is_meta:  # those are made where they are needed
             parameter.data = parameter.data.to(mesh.device_type)  # of a GPU the current one, as FSDP2 has it
@@ -401,6 +402,17 @@ def _check_dtypes(model: nn.Module, plan: Sequence[Unit]) -> None:
                     f"{name} is {parameter.dtype} and {first} is {trained[first].dtype}: the trainable parameters of "
                     "one unit must have one dtype; set mixed_precision.storage_dtype, or lora.dtype for adapters"
                 )
+
+
+def _refuse_states(model: nn.Module, whole: Container[nn.Parameter]) -> None:
+    """Refuse parameters of bitsandbytes, which FSDP2 replaces by plain ones."""
+    for name, parameter in model.named_parameters():
+        if type(parameter).__module__.startswith("bitsandbytes.") and parameter not in whole:
+            raise ValueError(
+                f"{name} is a {type(parameter).__name__} of bitsandbytes: what its codes mean is kept in "
+                "the parameter, which sharding replaces; set quantization of CausalLM, or of a task of your own (see "
+                "docs/own_task.md)"
+            )
 
 
 def _get_depth(unit: Unit) -> int:

@@ -39,6 +39,7 @@ from lit_fsdp.checkpoint.space import DiskSpace
 from lit_fsdp.checkpoint.writer import CheckpointFormat, CheckpointWriter
 from lit_fsdp.errors import join_names
 from lit_fsdp.optim.overlapped_steps import OverlappedSteps
+from lit_fsdp.optim.sharded_optimizer import refuse_whole_steps
 from lit_fsdp.parsing.mappings import TakesMappings
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
 from lit_fsdp.sharding.buffers import has_statistics_of_ranks, sync_buffers
@@ -456,6 +457,8 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         self._reset_optimizers_and_schedulers()
         self.setup_optimizers(trainer)
         rebind_optimizers(self._module, self._real_optimizers)
+        for optimizer in self._real_optimizers:
+            refuse_whole_steps(optimizer)
         if self.settings.cpu_offload is not None and self.settings.cpu_offload.overlap_optimizer:
             self.overlapped_steps = overlap_optimizer(self._module, self._real_optimizers)
             if self.overlapped_steps.is_deferred:

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from bitsandbytes import optim as bnb_optim
+from bitsandbytes.nn import Linear4bit
 from lightning.pytorch.callbacks import BackboneFinetuning, GradientAccumulationScheduler, LearningRateFinder
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
@@ -161,6 +163,46 @@ class KeepsList(torch.optim.SGD):
 def test_an_optimizer_with_a_list_of_its_own_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"optimizer 0 \(KeepsList\) holds parameters from before .* attribute mine"):
         run_ranks(train, partial(BuiltEarly, KeepsList), tmp_path / "out", True)
+
+
+class Stepped(Plain):
+    """Brings an optimizer of another library."""
+
+    def __init__(self, kind: Callable[..., torch.optim.Optimizer]) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def configure_optimizers(self) -> Any:
+        return self.kind(self.parameters(), lr=1e-2)
+
+
+class FourBits(Plain):
+    """Holds weights of bitsandbytes, as Transformers loads them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = Linear4bit(64, 15, compute_dtype=torch.float32, quant_type="nf4").requires_grad_(False)
+        self.net = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), layer.to("cpu"), nn.Linear(15, 1))  # which quantizes
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (
+            partial(Stepped, bnb_optim.AdamW8bit),
+            "AdamW8bit of bitsandbytes.* cannot step .*; take lit_fsdp.optim.AdamW8bit",
+        ),
+        (partial(Stepped, torch.optim.Adafactor), "got Adafactor of torch.optim: .*; take lit_fsdp.optim.Adafactor"),
+        (FourBits, r"net.2.weight is a Params4bit of bitsandbytes: .* set quantization of CausalLM"),
+    ],
+    ids=["AdamW8bit", "Adafactor", "Linear4bit"],
+)
+def test_what_cannot_be_sharded_trains_on_one_rank_and_is_refused_on_two(
+    build: Callable[[], pl.LightningModule], message: str, tmp_path: Path
+) -> None:
+    run_ranks(train, build, tmp_path / "out", True, world_size=1)
+    with pytest.raises(RankError, match=message):
+        run_ranks(train, build, tmp_path / "out", True)
 
 
 class Marked(Plain):
