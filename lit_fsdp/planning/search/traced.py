@@ -121,7 +121,9 @@ def _main(folder: Path) -> None:
     """Search for what the request in a folder says, and leave the result there, or why there is none."""
     Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     warnings.simplefilter("ignore")  # the run has its own
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.ERROR)
+    # Of the latter's messages, the one about a package that only 4-bit weights on CPUs would gain from, see main.py.
+    for name in ("lightning.pytorch.utilities.rank_zero", "bitsandbytes.backends.cpu.ops"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     torch.set_num_threads(1)
     found = answer((folder / REQUEST).read_bytes())
     part = folder / "part"
