@@ -9,9 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
 from typing_extensions import override
 
 from lit_fsdp.files import open_whole, refuse_unwritable
@@ -27,9 +29,9 @@ Record = dict[str, Any]
 class WritePredictions(Callback):
     """Write what ``predict_step`` returned on all ranks to one file, in the order of the source.
 
-    ``predict_step`` has to return a dict of lists of equal length: ``index``, the place of each row in its source
-    (-1 for rows that only fill up a batch), ``prediction``, and whatever else shall be written. Every rank keeps
-    its predictions in memory until the end.
+    ``predict_step`` has to return a dict of lists, tensors or arrays of equal length: ``index``, the place of each row
+    in its source (-1 for rows that only fill up a batch), ``prediction``, and whatever else shall be written. Every
+    rank keeps its predictions in memory until the end.
 
     Args:
         path: The file, ``.jsonl``, ``.csv`` or ``.parquet``; one that exists is replaced. By default
@@ -54,8 +56,13 @@ class WritePredictions(Callback):
         if not isinstance(outputs, dict) or not {"index", "prediction"} <= outputs.keys():
             self._odd = f"keys {sorted(outputs)}" if isinstance(outputs, dict) else f"a {type(outputs).__name__}"
             return
-        for values in zip(*outputs.values(), strict=True):
-            record = dict(zip(outputs, values, strict=True))
+        columns = {k: v.tolist() if isinstance(v, Tensor | np.ndarray) else v for k, v in outputs.items()}
+        if not all(isinstance(v, list | tuple) and len(v) == len(columns["index"]) for v in columns.values()):
+            sizes = (f"{k} {len(v) if isinstance(v, list | tuple) else type(v).__name__}" for k, v in columns.items())
+            self._odd = f"unequal lists ({', '.join(sizes)})"
+            return
+        for values in zip(*columns.values(), strict=True):
+            record = dict(zip(columns, values, strict=True))
             if record["index"] != _FILLER:
                 self._records.append(record)
 
@@ -86,7 +93,12 @@ class WritePredictions(Callback):
 
 
 def _format_jsonl(records: list[Record]) -> bytes:
-    return "".join(f"{json.dumps(record, ensure_ascii=False)}\n" for record in records).encode()
+    return "".join(f"{json.dumps(record, ensure_ascii=False, default=_to_plain)}\n" for record in records).encode()
+
+
+def _to_plain(value: Any) -> Any:
+    """Return what JSON has no form for: tensors and arrays as lists and numbers, all else as text."""
+    return value.tolist() if isinstance(value, Tensor | np.ndarray | np.generic) else str(value)
 
 
 def _format_csv(records: list[Record]) -> bytes:

@@ -18,6 +18,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from enum import EnumType
 from pathlib import Path
 from types import FrameType, ModuleType, UnionType
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
@@ -310,6 +311,8 @@ def _name_types(typehint: Any) -> list[str]:
     """Translate a type into the words of a YAML file."""
     if get_origin(typehint) is Literal:
         return [str(choice) for choice in get_args(typehint)]
+    if isinstance(typehint, EnumType):
+        return list(typehint.__members__)
     origin = get_origin(typehint) or typehint
     return [_TYPE_WORDS.get(origin) or getattr(origin, "__name__", None) or str(typehint)]
 

@@ -424,7 +424,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         save_where_all_fail(trainer)
         save_whole_steps(trainer)
         if is_fitting:
-            self._check_fit(module)
+            self._check_fit()
         if find_roots(module):  # by its user, or in an earlier run
             # Of what its user has sharded, the mesh was used: ``device_mesh`` is made of it.
             used = _SHARDED_WITH.get(module, Settings(mesh=self.settings.mesh))
@@ -470,10 +470,11 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         is_deferred = self.root_device.type != "cpu"
         self._rank_paths = watch_paths(module, self.device_mesh, timeout_s=self.timeout_s, is_deferred=is_deferred)
 
-    def _check_fit(self, module: pl.LightningModule) -> None:
-        num_micro_batches, is_automatic = count_micro_batches(module.trainer), module.automatic_optimization
+    def _check_fit(self) -> None:
+        num_micro_batches = count_micro_batches(self._module.trainer)
+        is_automatic = self._module.automatic_optimization
         self.settings.check_accumulation(num_micro_batches=num_micro_batches, is_automatic=is_automatic)
-        check_learning_rate_finder(module)
+        check_learning_rate_finder(self._module)
 
     def _check_disk(self, trainer: pl.Trainer) -> None:
         folders, num_at_once = list_checkpoint_folders(trainer), count_checkpoints(trainer)

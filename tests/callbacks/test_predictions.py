@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from launches import fork_ranks, write_run
@@ -56,6 +57,29 @@ def test_other_lists_are_written_beside_the_prediction(tmp_path: Path) -> None:
     path = tmp_path / "new" / "out.jsonl"
     predict([{"index": [0], "prediction": ["cat"], "probability": [0.5]}], WritePredictions(path=str(path)), tmp_path)
     assert read(path) == [{"index": 0, "prediction": "cat", "probability": 0.5}]
+
+
+def test_tensors_and_arrays_are_written_as_lists(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    outputs = {
+        "index": torch.tensor([1, 0]),
+        "prediction": torch.eye(2, dtype=torch.bfloat16),
+        "score": np.array([0.5, 0.25], dtype=np.float32),
+        "label": [np.int64(3), torch.tensor(4)],
+        "where": [Path("a"), None],
+    }
+    predict([outputs], WritePredictions(path=str(path)), tmp_path)
+    assert read(path) == [
+        {"index": 0, "prediction": [0.0, 1.0], "score": 0.25, "label": 4, "where": None},
+        {"index": 1, "prediction": [1.0, 0.0], "score": 0.5, "label": 3, "where": "a"},
+    ]
+
+
+@pytest.mark.parametrize("prediction", [["a"], "ab", 1.0])
+def test_lists_that_do_not_fit_each_other_are_not_written_and_named(tmp_path: Path, prediction: object) -> None:
+    with pytest.warns(UserWarning, match=r"predict_step returned unequal lists \(index 2, prediction (1|str|float)\)"):
+        predict([{"index": [0, 1], "prediction": prediction}], WritePredictions(path=str(tmp_path / "o.csv")), tmp_path)
+    assert not (tmp_path / "o.csv").exists()
 
 
 def test_what_is_no_prediction_is_not_written_and_a_warning_says_so(tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
 """Options are read as the same values in YAML are."""
 
 from dataclasses import dataclass
+from enum import Enum
 
 import pytest
 
+from lit_fsdp.errors import ConfigError
 from lit_fsdp.parsing.parser import OneLineParser
 
 
@@ -30,3 +32,26 @@ def test_null_as_an_option_is_null_at_any_depth(key: str) -> None:
     for name in key.removeprefix("init_args.").split("."):
         value = value[name]
     assert value is None
+
+
+class Color(Enum):
+    """Choices that a class of a user has."""
+
+    RED = 1
+    BLUE = 2
+
+
+class Painted:
+    """Takes one of them."""
+
+    def __init__(self, color: Color | None = None) -> None:
+        self.color = color
+
+
+def test_the_names_of_an_enum_are_what_is_expected() -> None:
+    parser = OneLineParser()
+    parser.add_subclass_arguments(Painted, "model")
+    with pytest.raises(ConfigError) as refused:
+        parser.parse_args([f"--model={__name__}.Painted", "--model.color=BLU"])
+    expected = "model.init_args.color: got 'BLU': expected one of RED, BLUE or null: did you mean BLUE?"
+    assert refused.value.line == expected
