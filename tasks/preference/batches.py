@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from lit_fsdp.tasks.loading import PADDING
-from lit_fsdp.tasks.text.batches import IGNORED, Batch, Documents, Ints, PadRows, TokenRow, keep_exact
+from lit_fsdp.tasks.text.batches import IGNORED, Batch, Documents, Ints, PadRows, keep_exact, silence
 
 # Beside ``input_ids``, ``labels`` and ``attention_mask``, [2 * rows, length]: the chosen, or desirable and undesirable,
 # completions of all rows, then the rejected ones, or those of other prompts.
@@ -125,7 +125,7 @@ class StackPairs:
         indices = [index for index, _ in rows] if self.is_indexed else list(range(len(rows)))
         found: list[PreferenceRow] = [row for _, row in rows] if self.is_indexed else list(rows)
         pairs = [
-            row["rows"] if index != PADDING else [_silence(one) for one in row["rows"]]
+            row["rows"] if index != PADDING else [silence(one) for one in row["rows"]]
             for index, row in zip(indices, found, strict=True)
         ]
         batch = self.pad([one for side in zip(*pairs, strict=True) for one in side])
@@ -146,7 +146,3 @@ def _cut(ids: NDArray[np.int32], learn: NDArray[np.bool_], seq_length: int) -> d
 
 def _find_completion(learn: NDArray[np.bool_]) -> int:
     return int(learn.argmax())
-
-
-def _silence(row: TokenRow) -> TokenRow:
-    return {"input_ids": row["input_ids"][:1], "labels": np.full_like(row["labels"][:1], IGNORED)}

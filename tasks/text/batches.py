@@ -207,11 +207,14 @@ class EvalRows:
 
     def __call__(self, rows: Sequence[tuple[int, TokenRow]]) -> Batch:
         """Return the batch."""
-        return self.collate([row if index != PADDING else self._silence(row) for index, row in rows])
+        silent = [row if index != PADDING else silence(row, keeps_length=self.is_packed) for index, row in rows]
+        return self.collate(silent)
 
-    def _silence(self, row: TokenRow) -> TokenRow:
-        row = row if self.is_packed else {name: values[:1] for name, values in row.items()}
-        return {**row, "labels": np.full_like(row["labels"], IGNORED)}
+
+def silence(row: TokenRow, *, keeps_length: bool = False) -> TokenRow:
+    """Return a row that only fills up a batch: without labels, and of one token unless it keeps its length."""
+    row = row if keeps_length else {name: values[:1] for name, values in row.items()}
+    return {**row, "labels": np.full_like(row["labels"], IGNORED)}
 
 
 @dataclass(frozen=True, kw_only=True)
