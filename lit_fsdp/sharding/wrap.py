@@ -189,7 +189,8 @@ def _find_repeated(modules: dict[str, nn.Module]) -> list[str]:
         counts = Counter(_get_class(child) for child in module if _has_parameters(child))
         repeated = {kind for kind, count in counts.items() if count > 1 and not _is_leaf(kind)}
         names += [f"{name}.{i}" for i, child in enumerate(module) if _get_class(child) in repeated]
-    return [name.removeprefix(".") for name in names]
+    # A module that is there twice, to be computed twice, has its first name only.
+    return [name for name in (name.removeprefix(".") for name in names) if name in modules]
 
 
 def _is_leaf(kind: type) -> bool:

@@ -198,6 +198,16 @@ def test_repeated_blocks_are_found_in_plain_torch() -> None:
     assert list(iterate_blocks(plan_units(encoder, Wrap()))) == ["layers.0", "layers.1"]
 
 
+def test_a_block_that_is_there_twice_is_one_unit() -> None:
+    model = nn.Module()
+    block = nn.Sequential(nn.Linear(2, 2))
+    model.layers = nn.ModuleList([block, nn.Sequential(nn.Linear(2, 2)), block])
+    model.again = nn.ModuleList([nn.Sequential(nn.Linear(2, 3)), block])
+    plan = plan_units(model, Wrap())
+    check_ownership(model, plan)
+    assert [unit.names for unit in plan] == [("layers.0",), ("layers.1",), ("again.0",), ("",)]
+
+
 def test_a_model_without_blocks_is_one_unit_under_auto_and_refused_by_name() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     plan = plan_units(model, Wrap())
