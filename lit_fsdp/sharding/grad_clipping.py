@@ -53,7 +53,7 @@ def compute_grad_norm(parameters: Iterable[Tensor], known: Mapping[Tensor, Tenso
         if filled := [pair for pair in gradients if pair[0].numel()]:  # small ones have no row on some ranks
             rest = iter(compute_norms([gradient for gradient, norm in filled if norm is None]))
             norms = torch.stack([next(rest) if norm is None else norm for _, norm in filled])
-            part = norms.square().sum().to(total.device)  # one number, not one for each gradient in host memory
+            part = norms.square().sum().to(total)  # one number, not one for each gradient in host memory
         for dim, placement in enumerate(placements):
             if not placement.is_replicate():  # is_shard() knows nothing of rows that two dimensions share
                 dist.all_reduce(part, group=mesh.get_group(dim))
@@ -63,8 +63,9 @@ def compute_grad_norm(parameters: Iterable[Tensor], known: Mapping[Tensor, Tenso
 
 @torch.no_grad()
 def compute_norms(gradients: list[Tensor]) -> Sequence[Tensor]:
-    """Return the 2-norm in float32 of each tensor of one device."""
-    return torch._foreach_norm(gradients, 2.0, dtype=torch.float32) if gradients else ()
+    """Return the 2-norm of each tensor of one device, in float32; in float64 if there are such tensors."""
+    dtype = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32  # torch narrows none
+    return torch._foreach_norm(gradients, 2.0, dtype=dtype) if gradients else ()
 
 
 def clip_grad_norm(

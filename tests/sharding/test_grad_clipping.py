@@ -128,6 +128,18 @@ def test_low_precision_gradients_are_measured_in_float32() -> None:
     assert parameter.grad.dtype == torch.bfloat16
 
 
+def test_gradients_in_float64_are_measured_beside_others() -> None:
+    parameters = make_parameters()
+    for parameter in parameters[::2]:
+        parameter.data = parameter.data.double()
+        parameter.grad = None if parameter.grad is None else parameter.grad.double()
+    expected = compute_grad_norm(make_parameters())
+    norm = clip_grad_norm(parameters, 0.5)
+    assert norm.dtype == torch.float32
+    torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(compute_grad_norm(parameters), torch.tensor(0.5), rtol=1e-5, atol=0)
+
+
 def test_a_known_norm_is_used_and_an_infinite_limit_only_measures() -> None:
     parameters = make_parameters()
     before = [p.grad.clone() for p in parameters if p.grad is not None]
