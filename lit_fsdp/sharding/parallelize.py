@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -13,8 +14,9 @@ from lit_fsdp.sharding.activation_checkpointing import apply_activation_checkpoi
 from lit_fsdp.sharding.cpu_offload import build_offload_policy
 from lit_fsdp.sharding.mesh import get_fsdp_mesh
 from lit_fsdp.sharding.mixed_precision import MixedPrecision, cast_parameters
+from lit_fsdp.sharding.roots import split_by_child
 from lit_fsdp.sharding.settings import Settings
-from lit_fsdp.sharding.shard import broadcast_parameters, compile_blocks, shard_model, split_by_child
+from lit_fsdp.sharding.shard import broadcast_parameters, compile_blocks, list_whole, shard_model
 from lit_fsdp.sharding.tensor_parallel import parallelize_layers, refuse_split
 from lit_fsdp.sharding.wrap import Unit, iterate_blocks, plan_module
 
@@ -58,7 +60,12 @@ def shard_module(
         show(plan)
     mp_policy, offload_policy = dtypes.build_policy(), build_offload_policy(settings.cpu_offload, device)
     over = get_fsdp_mesh(mesh)
-    for root, part in [(module, plan)] if is_whole else split_by_child(module, plan):
+    roots = [(module, plan)]
+    if not is_whole:
+        offloads = settings.cpu_offload is not None
+        whole = list_whole(module, dist.get_world_size(), offloads, mp_policy.param_dtype, settings.sharding)
+        roots = split_by_child(module, plan, whole=whole if leaves_whole else ())
+    for root, part in roots:
         shard_model(
             root,
             part,

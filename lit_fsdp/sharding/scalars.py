@@ -2,15 +2,16 @@
 
 For optimizers, clipping and checkpoints they are replicated DTensors, so that they mix with the sharded ones. The code
 of the model reads plain parameters in the same memory, where gradients add up until a backward is over. Then one
-all-reduce averages those of all of them, as FSDP2 averages the others.
+all-reduce averages those of all of them, as FSDP2 averages the others. So it does after a backward that reaches no unit
+of their root, such as that of a temperature, which is read outside of every forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
-from functools import cache, reduce
+from collections.abc import Callable, Container, Iterator, Sequence
+from functools import cache, partial, reduce
 from typing import Any
-from weakref import WeakSet
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from lit_fsdp.sharding.torch_internals import call_after_backward, call_after_this_backward, will_end_backward
+
 _HELD: WeakSet[nn.Module] = WeakSet()
+_REDUCTIONS: WeakKeyDictionary[nn.Module, ReferenceType[Callable[[], None]]] = WeakKeyDictionary()
 _LINK = "plain_form"  # the attribute of the DTensor that holds its link
 
 
@@ -55,15 +59,30 @@ def replicate_scalars(
         if own:
             kind: Any = type(module)
             module.__class__ = _read_plainly(kind, tuple(own))
-    link_scalars(model)
     return places
+
+
+def reduce_after_backward(root: nn.Module, places: Sequence[tuple[nn.Module, str]], mesh: DeviceMesh) -> None:
+    """Reduce gradients of what ``replicate_scalars`` has made, in these places of a sharded root, after a backward."""
+    function = partial(reduce_scalars, root, places, mesh)
+    call_after_backward(root, function)  # which keeps it
+    for module, _ in _iterate_scalars(root):
+        _REDUCTIONS[module] = ref(function)
+    link_scalars(root)
 
 
 def link_scalars(model: nn.Module) -> None:
     """Make the plain parameters that the code of a model reads. Before compiled code runs, which cannot make them."""
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor) and not parameter.ndim and not parameter.is_meta:
-            _get_plain(parameter)
+    for module, parameter in _iterate_scalars(model):
+        if not parameter.is_meta:
+            _get_plain(module, parameter)
+
+
+def _iterate_scalars(model: nn.Module) -> Iterator[tuple[nn.Module, DTensor]]:
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if isinstance(parameter, DTensor) and not parameter.ndim:
+                yield module, parameter
 
 
 def hold_scalars(root: nn.Module, is_held: bool) -> None:
@@ -84,11 +103,12 @@ def reduce_scalars(root: nn.Module, places: Sequence[tuple[nn.Module, str]], mes
 
     Those that no rank has used get none.
     """
-    parameters: list[Any] = [module._parameters[name] for module, name in places]
-    parameters = [parameter for parameter in parameters if parameter.requires_grad]
-    if root in _HELD or not parameters:
+    found: list[tuple[nn.Module, Any]] = [(module, module._parameters[name]) for module, name in places]
+    found = [(module, parameter) for module, parameter in found if parameter.requires_grad]
+    if root in _HELD or not found:
         return
-    plain = [_get_plain(parameter) for parameter in parameters]
+    parameters = [parameter for _, parameter in found]
+    plain = [_get_plain(module, parameter) for module, parameter in found]
     is_used = [value.grad is not None for value in plain]
     dtype = reduce(torch.promote_types, (value.dtype for value in plain), torch.float32)
     gradients = [torch.zeros_like(value) if value.grad is None else value.grad for value in plain]
@@ -125,18 +145,33 @@ def _make_reader(name: str) -> Any:
         # As FSDP2 does where it gathers: what toggles gradients only knows the parameter.
         link = getattr(parameter, _LINK, None)
         if link is None or link.plain.requires_grad != parameter.requires_grad:
-            return _get_plain(parameter)
+            return _get_plain(module, parameter)
         return link.plain
 
     return read
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _get_plain(parameter: Any) -> nn.Parameter:
-    """Return the plain form of a parameter, which needs a gradient where it does; made at the first call."""
+def _get_plain(module: nn.Module, parameter: Any) -> nn.Parameter:
+    """Return the plain form of a module's parameter, which needs a gradient where it does; made at the first call."""
     link: _Link | None = getattr(parameter, _LINK, None)
     if link is None:
-        link = _Link(nn.Parameter(parameter.detach().to_local(), requires_grad=parameter.requires_grad))
+        link = _Link(nn.Parameter(parameter.detach().to_local()))
         setattr(parameter, _LINK, link)
+        if (reduction := _REDUCTIONS.get(module)) is not None:  # none of a copy, of which no backward is reduced
+            link.plain.register_post_accumulate_grad_hook(partial(_reduce_later, reduction))
     link.plain.requires_grad_(parameter.requires_grad)
     return link.plain
+
+
+def _reduce_later(reduction: ReferenceType[Callable[[], None]], plain: Tensor) -> None:
+    """See to it that the gradient of a plain form is reduced after the backward that runs, if no unit does."""
+    function: Any = reduction()
+    if function is None or (root := function.args[0]) in _HELD:
+        return
+
+    def reduce_what_is_left() -> None:
+        if plain.grad is not None and not will_end_backward(root):
+            function()
+
+    call_after_this_backward(reduce_what_is_left)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakSet
 
@@ -34,8 +33,8 @@ from lit_fsdp.sharding.low_bit import (
     check_gathered,
     check_reduced,
 )
-from lit_fsdp.sharding.scalars import hold_scalars, reduce_scalars, replicate_scalars
-from lit_fsdp.sharding.torch_internals import call_after_backward, get_gathered, get_shard, iterate_sharded
+from lit_fsdp.sharding.scalars import hold_scalars, reduce_after_backward, replicate_scalars
+from lit_fsdp.sharding.torch_internals import get_gathered, get_shard, iterate_sharded
 from lit_fsdp.sharding.wrap import Unit
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step", "generate")
@@ -193,16 +192,14 @@ def shard_model(
     ``("replicate", "shard")``.
     """
     modules = dict(model.named_modules())
-    _check_dtypes(model, plan)
-    check_wire(model, plan, sharding, mp_policy)
     whole: set[nn.Parameter] = set()
     if leaves_whole:
         offloads = isinstance(offload_policy, CPUOffloadPolicy)
         whole = list_whole(model, dist.get_world_size(), offloads, mp_policy.param_dtype, sharding)
     _refuse_states(model, whole)
-    for parameter in whole:
-        if not parameter.is_meta:  # those are made where they are needed
-            parameter.data = parameter.data.to(mesh.device_type)  # of a GPU the current one, as FSDP2 has it
+    _check_dtypes(model, plan, whole)
+    check_wire(model, plan, sharding, mp_policy)
+    _arrange_memory(model, whole, mesh.device_type)
     for layer, matrices in iterate_casting(model):
         layer.compute_dtype = mp_policy.param_dtype if whole.issuperset(matrices) else None
     scalars = replicate_scalars(model, mesh, leave=whole)
@@ -224,7 +221,7 @@ def shard_model(
         if sharding.reduce_bits is not None and is_split:
             cast(FSDPModule, members[0]).set_custom_reduce_scatter(LowBitReduceScatter(sharding.reduce_bits))
     if scalars:
-        call_after_backward(model, partial(reduce_scalars, model, list(scalars.values()), mesh))
+        reduce_after_backward(model, list(scalars.values()), mesh)
     _set_prefetch(modules, plan, sharding)
 
 
@@ -364,37 +361,12 @@ def find_roots(model: nn.Module) -> list[FSDPModule]:
     return roots
 
 
-def split_by_child(model: nn.Module, plan: Sequence[Unit]) -> list[tuple[nn.Module, list[Unit]]]:
-    """Return each child of ``model`` with its part of the plan, to be sharded as a root of its own.
-
-    Needed where backward runs inside the forward of ``model``, which as a root would still hold its parameters.
-    """
-    if direct := [name for name, _ in model.named_parameters(recurse=False)]:
-        raise ValueError(
-            f"{', '.join(direct)}: under manual optimization, parameters of the LightningModule itself cannot be "
-            "sharded; move them into a child module"
-        )
-    parts: list[tuple[nn.Module, list[Unit]]] = []
-    for child_name, child in model.named_children():
-        if next(child.parameters(), None) is None:
-            continue
-        prefix = f"{child_name}."
-        inside = [u for u in plan if u.kind != "root" and all(n.startswith(prefix) for n in u.names)]
-        units = [replace(u, names=_strip(u.names, prefix), parameters=_strip(u.parameters, prefix)) for u in inside]
-        parts.append((child, [*units, Unit(names=("",), kind="root")]))
-    return parts
-
-
-def _strip(names: Iterable[str], prefix: str) -> tuple[str, ...]:
-    return tuple(name.removeprefix(prefix) for name in names)
-
-
-def _check_dtypes(model: nn.Module, plan: Sequence[Unit]) -> None:
-    """Refuse what FSDP2 would fail on in backward: it reduces the gradients of a unit together."""
+def _check_dtypes(model: nn.Module, plan: Sequence[Unit], whole: Container[nn.Parameter]) -> None:
+    """Refuse what FSDP2 would fail on in backward: it reduces the gradients of a unit together, but those of whole."""
     parameters = dict(model.named_parameters())
     for unit in plan:
         trained = {name: parameters[name] for name in unit.parameters if parameters[name].requires_grad}
-        trained = {name: p for name, p in trained.items() if p.ndim}
+        trained = {name: p for name, p in trained.items() if p.ndim and p not in whole}
         first = next(iter(trained), "")
         for name, parameter in trained.items():
             if parameter.dtype != trained[first].dtype:
@@ -413,6 +385,15 @@ def _refuse_states(model: nn.Module, whole: Container[nn.Parameter]) -> None:
                 "the parameter, which sharding replaces; set quantization of CausalLM, or of a task of your own (see "
                 "docs/own_task.md)"
             )
+
+
+def _arrange_memory(model: nn.Module, whole: Container[nn.Parameter], device_type: str) -> None:
+    for parameter in model.parameters():
+        if parameter not in whole:
+            if not parameter.is_contiguous():  # transposed, or in channels_last: FSDP2 refuses it
+                parameter.data = parameter.data.contiguous()  # as it is gathered
+        elif not parameter.is_meta:  # those are made where they are needed
+            parameter.data = parameter.data.to(device_type)  # of a GPU the current one, as FSDP2 has it
 
 
 def _get_depth(unit: Unit) -> int:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
+from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as _AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as _ReduceScatter
@@ -192,6 +193,17 @@ def call_after_backward(root: nn.Module, function: Callable[[], None]) -> Callab
     return undo
 
 
+def call_after_this_backward(function: Callable[[], None]) -> None:
+    """Call a function at the end of the backward that runs, whatever it reaches; from a hook of autograd."""
+    Variable._execution_engine.queue_callback(function)
+
+
+def will_end_backward(root: nn.Module) -> bool:
+    """Whether the end of the backward that runs is still to come for FSDP2, as it has reached a unit of a root."""
+    states = (module._get_fsdp_state() for module in root.modules() if isinstance(module, FSDPModule))
+    return any(state._state_ctx.post_backward_final_callback_queued for state in states)
+
+
 class UnitInternals:
     """A sharded unit from inside: torch's ``FSDPParamGroup``, with places where other code can run."""
 
@@ -220,6 +232,15 @@ class UnitInternals:
     def copies_in_compute(self) -> bool:
         """Whether what is gathered comes from the host in the stream of compute, as FSDP2 does with one shard."""
         return bool(self._group.device.type == "cuda" and self._group.mesh_info.shard_mesh_size == 1)
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the module has gathered parameters at this moment, or those that stay split over fewer ranks."""
+        return not self._group.is_sharded
+
+    def reshard(self) -> None:
+        """Let go of gathered parameters; whatever needs them next gathers them again."""
+        self._group.reshard()
 
     def list_shards(self) -> list[nn.Parameter]:
         """Return this rank's shards, which FSDP2 may replace before the first forward."""

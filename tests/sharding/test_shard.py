@@ -17,6 +17,7 @@ from torch.nn.utils.parametrize import register_parametrization
 
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing, apply_activation_checkpointing
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
+from lit_fsdp.sharding.roots import split_by_child
 from lit_fsdp.sharding.shard import (
     Compile,
     Sharding,
@@ -25,7 +26,6 @@ from lit_fsdp.sharding.shard import (
     find_roots,
     no_sync,
     shard_model,
-    split_by_child,
 )
 from lit_fsdp.sharding.torch_internals import iterate_sharded, list_unreduced_gradients
 from lit_fsdp.sharding.wrap import Unit, Wrap, iterate_blocks, plan_units
@@ -375,8 +375,43 @@ def test_the_parts_hold_the_units_of_the_plan_under_shorter_names() -> None:
     alone = plan_units(parent.model, Wrap())
     assert [(u.kind, u.names) for u in parts[0][1]] == [(u.kind, u.names) for u in alone]
     assert [(u.kind, u.names) for u in parts[1][1]] == [("root", ("",))]
+    assert parts[1][1][0].parameters == ("weight", "bias")
     with pytest.raises(ValueError, match=r"^scale: under manual optimization"):
         split_by_child(Stack(), plan_units(Stack(), Wrap()))
+
+
+def test_what_only_holds_networks_is_no_root_unless_units_cover_it() -> None:
+    parent = nn.Module()
+    parent.networks = nn.ModuleDict({"one": Stack(), "deeper": nn.ModuleList([nn.Linear(2, 2)])})
+    parent.layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(2))
+    parent.other_name = parent.networks["one"]
+    roots = [root for root, _ in split_by_child(parent, plan_units(parent, Wrap()))]
+    assert roots == [parent.networks["one"], parent.networks["deeper"][0], parent.layers]
+
+
+def test_roots_that_share_a_parameter_are_refused_where_each_would_train_a_copy() -> None:
+    parent = nn.Module()
+    parent.one, parent.two = nn.Linear(2, 2), nn.Linear(2, 2)
+    parent.two.weight = parent.one.weight
+    plan = plan_units(parent, Wrap())
+    with pytest.raises(ValueError, match=r"^two\.weight is one\.weight too: .* a child of its own"):
+        split_by_child(parent, plan)
+    assert len(split_by_child(parent, plan, whole=set(parent.parameters()))) == 2
+
+
+def test_parameters_of_any_layout_train() -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Flatten(), nn.Linear(5, 4)).to(memory_format=torch.channels_last)
+        model[2].weight = nn.Parameter(torch.randn(5, 4).t())
+        x = torch.randn(2, 3, 3, 3)
+        expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+        shard(model, plan=plan_units(model, Wrap()))
+        model(x).square().sum().backward()
+        for parameter, gradient in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(to_full(parameter.grad), gradient)
+
+    run_ranks(body)
 
 
 def test_roots_are_the_outermost_sharded_modules() -> None:
