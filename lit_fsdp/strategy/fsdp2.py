@@ -65,7 +65,7 @@ from lit_fsdp.sharding.shard import (
     reshard_when_toggled,
 )
 from lit_fsdp.sharding.tensor_parallel import check_gradients
-from lit_fsdp.sharding.torch_internals import list_edited
+from lit_fsdp.sharding.torch_internals import UnitInternals, list_edited, list_units
 from lit_fsdp.sharding.unit_table import make_table, print_table
 from lit_fsdp.sharding.wrap import Unit, Wrap
 from lit_fsdp.strategy.finetuning import restore_groups
@@ -224,6 +224,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         self.device_mesh: DeviceMesh | None = None
         self.sequence_group: SequenceGroup | None = None  # the ranks that share the tokens of this rank's rows
         self.plan: list[Unit] = []
+        self._units: list[UnitInternals] = []  # of the run
         self._unit_table: Table | None = None  # to be printed
         self._hooks: list[RemovableHandle] = []
         self.overlapped_steps: OverlappedSteps | None = None  # with cpu_offload.overlap_optimizer
@@ -466,6 +467,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
 
     def _watch_paths(self, module: nn.Module) -> None:
         assert self.device_mesh is not None
+        self._units = [unit for root in find_roots(module) for unit in list_units(root)]  # type: ignore[arg-type]
         # On CPUs ranks have just waited for each other to reduce. The host of a GPU is ahead of it, and stays so.
         is_deferred = self.root_device.type != "cpu"
         self._rank_paths = watch_paths(module, self.device_mesh, timeout_s=self.timeout_s, is_deferred=is_deferred)
@@ -603,6 +605,8 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
                     f"training_step changes {join_names(edited)}: this changes gathered copies of the weights, not "
                     "the weights; do it in on_train_batch_end, see docs/limits.md"
                 )
+        if not self._module.automatic_optimization:
+            self._reshard()  # what was used last without a backward, for hooks that change weights
         return output
 
     @override
@@ -615,7 +619,15 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
     ) -> Any:
         if self._rank_paths is not None:
             closure = self._rank_paths.compare_after(closure, self._module.trainer.global_step + 1)
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._reshard()  # what a forward after backward has gathered, such as that of a hook: it is old by now
+        return result
+
+    def _reshard(self) -> None:
+        """Let go of what a forward without a backward has left gathered."""
+        for unit in self._units:
+            if unit.is_gathered:
+                unit.reshard()
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -808,6 +820,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         # Not super(): it would move the shards to the CPU, and Lightning's next run on this module back.
         assert self.cluster_environment is not None and self.accelerator is not None  # noqa: PT018
         self._checked_loaders.clear()
+        self._units.clear()
         if self._retried_steps is not None:
             self._retried_steps.stop()
         if self._hang_watch is not None:

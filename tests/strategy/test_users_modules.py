@@ -5,6 +5,7 @@ import random
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -553,6 +554,113 @@ class Adversaries(Plain):
 @pytest.mark.parametrize("is_by_hand", [False, True])
 def test_toggled_optimizers_train_one_network_at_a_time(is_by_hand: bool, tmp_path: Path) -> None:
     compare(partial(Adversaries, is_by_hand), tmp_path)
+
+
+class Agent(Plain):
+    """As in reinforcement learning: networks in a container, and a temperature that no forward reads."""
+
+    def __init__(self, container: type[nn.Module] = nn.ModuleDict) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.networks = container()
+        self.networks.add_module("actor", self.net)
+        self.networks.add_module("judge", nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)))
+        self.thermostat = nn.Module()
+        self.thermostat.heat = nn.Parameter(torch.tensor(0.3))
+        self.networks.get_submodule("actor").scale = nn.Parameter(torch.tensor(0.9))
+        del self.net
+
+    def configure_optimizers(self) -> Any:
+        children = (*self.networks.children(), self.thermostat)
+        return [torch.optim.SGD(child.parameters(), lr=0.1) for child in children], []
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> None:
+        actor, judge = self.networks.children()
+        of_actor, of_judge, of_heat = self.optimizers()  # type: ignore[misc]
+        made = actor(batch["x"])
+        of_heat.zero_grad()
+        self.manual_backward(self.thermostat.heat.exp() * (made.detach().mean() - 1))
+        of_heat.step()
+        of_actor.zero_grad()
+        self.manual_backward((made * self.thermostat.heat.detach()).square().mean() + judge(made).mean())
+        self.manual_backward(actor.scale.square())
+        of_actor.step()
+        of_judge.zero_grad()
+        self.manual_backward((judge(batch["y"]) - actor(batch["x"]).detach()).square().mean())
+        of_judge.step()
+
+
+@pytest.mark.parametrize("container", [nn.ModuleDict, pytest.param(nn.Module, marks=pytest.mark.full)])
+def test_networks_in_a_container_and_a_parameter_that_no_forward_reads_train(
+    container: type[nn.Module], tmp_path: Path
+) -> None:
+    compare(partial(Agent, container), tmp_path)
+
+
+class Looked(Plain):
+    """Looks at its network between backward and step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def on_before_optimizer_step(self, _: torch.optim.Optimizer) -> None:
+        with torch.no_grad():
+            self(torch.ones(1, 6))
+
+
+class Limited(Plain):
+    """Looks at its networks after a step; then limits the weights of one, and moves those of its copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.target = deepcopy(self.net).requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> None:
+        optimizer: Any = self.optimizers()
+        loss = super().training_step(batch, 0)
+        with torch.no_grad():
+            wanted = self.target(batch["x"])
+        optimizer.zero_grad()
+        self.manual_backward(loss + (self.net(batch["x"]) - wanted).square().mean())
+        optimizer.step()
+        with torch.no_grad():
+            self.net(batch["x"])
+            self.target(batch["x"])
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for own, target in zip(self.net.parameters(), self.target.parameters(), strict=True):
+                own.clamp_(-0.2, 0.2)
+                target.lerp_(own, 0.5)
+
+
+@pytest.mark.parametrize("build", [Looked, Limited])
+def test_what_a_forward_without_a_backward_has_gathered_hides_no_step_and_no_change(
+    build: Callable[[], pl.LightningModule], tmp_path: Path
+) -> None:
+    compare(build, tmp_path)
+
+
+class Idle(Plain):
+    """Has a layer that no loss reaches, so that no optimizer has a state for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("checkpoint_format", ["sharded", pytest.param("single_file", marks=pytest.mark.full)])
+def test_a_run_with_a_layer_that_no_loss_reaches_is_resumed(checkpoint_format: str, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "run.ckpt"
+    own = {"strategy": {"checkpoint_format": checkpoint_format}}
+    run_ranks(partial(train, **own), Idle, tmp_path / "whole", True)
+    run_ranks(partial(train, max_epochs=1, save=checkpoint, **own), Idle, tmp_path / "half", True)
+    run_ranks(partial(train, resume=checkpoint, **own), Idle, tmp_path / "resumed", True)
+    assert_same(tmp_path / "resumed", tmp_path / "whole", 0.0)
 
 
 class WithRate(Plain):
