@@ -134,7 +134,7 @@ ATTRIBUTES = {
         *("_all_gather_comm", "_all_reduce_hook", "_all_reduce_process_group", "_comm_ctx", "_end_backward_iteration"),
         *("_fsdp_param_groups", "_get_fsdp_state", "_orig_cls_mro_index", "_reduce_scatter_comm", "_unsharded_param"),
         *("_all_gather_result", "_module_fqn", "_modules_to_run_forward", "_root_post_backward_final_callback"),
-        *("_is_root", "_register_post_backward_hook", "_sharded_param_data", "_training_state"),
+        *("_is_root", "_register_post_backward_hook", "_sharded_param_data", "_state_ctx", "_training_state"),
     },
     "torch: operators": {
         *("_amp_foreach_non_finite_check_and_unscale_", "_foreach_clamp_max_", "_foreach_clamp_min_", "_foreach_copy_"),
@@ -149,6 +149,7 @@ ATTRIBUTES = {
             "_autograd",
             "_backward_hooks",
             "_backward_pre_hooks",
+            "_execution_engine",
             "_buffers",
             "_cdata",
             "_compiled_call_impl",
