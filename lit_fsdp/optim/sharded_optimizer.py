@@ -104,9 +104,9 @@ def refuse_whole_steps(optimizer: Optimizer) -> None:
     if not any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
         return
     kind = type(optimizer)
-    if any(base.__module__.startswith("bitsandbytes.") for base in kind.__mro__):
+    if kind.__module__.startswith("bitsandbytes."):
         ours = "AdamW8bit"
-    elif any((base.__module__, base.__name__) in _ADAFACTORS for base in kind.__mro__):
+    elif (kind.__module__, kind.__name__) in _ADAFACTORS:  # not a subclass, which may do it otherwise
         ours = "Adafactor"
     else:
         return
