@@ -413,7 +413,8 @@ def _take_out_unstepped(
     _drop_settings_of_schedules(own, optimizer, stored, prefix)
     check_same_groups(path, optimizer, len({k.split(".")[2] for k in stored if k.startswith(prefix)}))
     missing = {p: [k for k in values if f"{name}.state.{p}.{k}" not in stored] for p, values in own["state"].items()}
-    unstepped = {p for p, keys in missing.items() if keys and len(keys) == len(own["state"][p])}
+    stepped = {key.rpartition(".")[0].removeprefix(f"{name}.state.") for key in stored}  # by whatever optimizer
+    unstepped = {p for p, keys in missing.items() if keys and p not in stepped}
     if unstepped:  # or trains only now
         saved: dict[str, Any] = {name: {"param_groups": [{"params": []} for _ in own["param_groups"]]}}
         load_state(path, metadata, saved)

@@ -249,6 +249,20 @@ def test_what_is_no_checkpoint_of_this_run_is_refused(tmp_path: Path) -> None:
         load_checkpoint(path, Stack())
 
 
+def test_a_state_that_another_optimizer_left_of_one_parameter_is_refused(tmp_path: Path) -> None:
+    def body() -> None:
+        model, optimizer = prepare(build(0))
+        step(model, optimizer)
+        name, parameter = next(iter(model.named_parameters()))
+        optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
+        save(tmp_path / "ckpt", model, optimizer)
+        model, optimizer = prepare(build(0))
+        with pytest.raises(ValueError, match=f"has no {name}.step for AdamW: it was saved with another optimizer"):
+            load_checkpoint(tmp_path / "ckpt", model, [optimizer])
+
+    run_ranks(body)
+
+
 def test_a_model_of_other_shapes_is_refused_by_name(tmp_path: Path) -> None:
     save_stack(tmp_path / "ckpt", width=7)
     model = Stack(8)
