@@ -412,15 +412,17 @@ def _take_out_unstepped(
     prefix, stored, own = f"{name}.param_groups.", metadata.state_dict_metadata, state[name]
     _drop_settings_of_schedules(own, optimizer, stored, prefix)
     check_same_groups(path, optimizer, len({k.split(".")[2] for k in stored if k.startswith(prefix)}))
-    missing = {p: [k for k in values if f"{name}.state.{p}.{k}" not in stored] for p, values in own["state"].items()}
+    parts = (key.split(".") for key in stored if key.startswith(f"{name}."))
+    known = {".".join(part[:i]) for part in parts for i in range(3, len(part) + 1)}  # of nested values, too
+    missing = {p: [k for k in values if f"{name}.state.{p}.{k}" not in known] for p, values in own["state"].items()}
     stepped = {key.rpartition(".")[0].removeprefix(f"{name}.state.") for key in stored}  # by whatever optimizer
-    unstepped = {p for p, keys in missing.items() if keys and p not in stepped}
+    unstepped = {p for p, keys in missing.items() if len(keys) == len(own["state"][p]) > 0 and p not in stepped}
     if unstepped:  # or trains only now
         saved: dict[str, Any] = {name: {"param_groups": [{"params": []} for _ in own["param_groups"]]}}
         load_state(path, metadata, saved)
         unstepped &= {p for group in saved[name]["param_groups"] for p in group["params"]}
     settings = (f"param_groups.{i}.{key}" for i, group in enumerate(own["param_groups"]) for key in group)
-    names = [key for key in settings if f"{name}.{key}" not in stored]
+    names = [key for key in settings if f"{name}.{key}" not in known]
     names += [f"{p}.{key}" for p, keys in missing.items() if p not in unstepped for key in keys]
     check_same_optimizer(path, optimizer, names)
     return {p: own["state"].pop(p) for p in unstepped}

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from lit_fsdp.checkpoint.manifest import MANIFEST
+from lit_fsdp.checkpoint.optimizer_state import collect_state
 from lit_fsdp.checkpoint.sharded import META, join_states, load_checkpoint, save_checkpoint, to_plain
 from lit_fsdp.sharding.shard import Sharding, shard_model
 from lit_fsdp.sharding.wrap import Wrap, plan_units
@@ -334,3 +335,37 @@ def test_a_plain_copy_does_not_follow_what_it_was_made_of() -> None:
     score.add_(1)
     paths.append("b")
     assert copy == {"score": torch.ones(1), "paths": ["a"]}
+
+
+class NestedState(torch.optim.Optimizer):
+    """Keeps its state, and a setting, in mappings, as Shampoo does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "options": {"rank": 1}})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                sums = self.state[parameter].setdefault("sums", {"left": torch.zeros_like(parameter)})
+                sums["left"] += parameter.grad
+
+
+def test_nested_state_is_loaded_and_that_of_other_parameters_is_refused(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+
+    def save(path: Path, parameters: Any) -> None:
+        optimizer = NestedState(parameters)
+        model["a"](torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        save_checkpoint(path, join_states(model.state_dict(), [collect_state(model, optimizer)]), meta={})
+
+    save(tmp_path / "all", model.parameters())
+    loaded = NestedState(model.parameters())
+    load_checkpoint(tmp_path / "all", model, [loaded])
+    assert [p in loaded.state for p in model.parameters()] == [True, True, False, False]  # b had no step
+    assert loaded.state[model["a"].bias]["sums"]["left"].tolist() == [1, 1]
+    save(tmp_path / "part", model["a"].parameters())
+    with pytest.raises(ValueError, match=r"has no b\.weight\.sums for NestedState: it was saved with another"):
+        load_checkpoint(tmp_path / "part", model, [NestedState(model.parameters())])
