@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +56,12 @@ class WritePredictions(Callback):
         if not isinstance(outputs, dict) or not {"index", "prediction"} <= outputs.keys():
             self._odd = f"keys {sorted(outputs)}" if isinstance(outputs, dict) else f"a {type(outputs).__name__}"
             return
-        columns = {k: v.tolist() if isinstance(v, Tensor | np.ndarray) else v for k, v in outputs.items()}
-        if not all(isinstance(v, list | tuple) and len(v) == len(columns["index"]) for v in columns.values()):
-            sizes = (f"{k} {len(v) if isinstance(v, list | tuple) else type(v).__name__}" for k, v in columns.items())
-            self._odd = f"unequal lists ({', '.join(sizes)})"
+        columns = {name: _to_list(values) for name, values in outputs.items()}
+        sizes = {name: type(outputs[name]).__name__ if v is None else len(v) for name, v in columns.items()}
+        if None in columns.values() or len(set(sizes.values())) > 1:
+            self._odd = f"unequal lists ({', '.join(f'{name} {size}' for name, size in sizes.items())})"
             return
-        for values in zip(*columns.values(), strict=True):
+        for values in zip(*(values for values in columns.values() if values is not None), strict=True):
             record = dict(zip(columns, values, strict=True))
             if record["index"] != _FILLER:
                 self._records.append(record)
@@ -94,6 +94,14 @@ class WritePredictions(Callback):
 
 def _format_jsonl(records: list[Record]) -> bytes:
     return "".join(f"{json.dumps(record, ensure_ascii=False, default=_to_plain)}\n" for record in records).encode()
+
+
+def _to_list(values: Any) -> list[Any] | None:
+    """Return the values of rows, ``None`` if it is nothing of the kind."""
+    if isinstance(values, Tensor | np.ndarray):
+        values = values.tolist()
+    is_of_rows = isinstance(values, Collection) and not isinstance(values, str | bytes | Mapping)
+    return list(values) if is_of_rows else None
 
 
 def _to_plain(value: Any) -> Any:

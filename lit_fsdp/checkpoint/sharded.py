@@ -419,7 +419,7 @@ def _take_out_unstepped(
     unstepped = {p for p, keys in missing.items() if len(keys) == len(own["state"][p]) > 0 and p not in stepped}
     if unstepped:  # or trains only now
         saved: dict[str, Any] = {name: {"param_groups": [{"params": []} for _ in own["param_groups"]]}}
-        load_state(path, metadata, saved)
+        load_state(path, metadata, saved, no_dist=True)  # ranks of a pipeline have other parameters
         unstepped &= {p for group in saved[name]["param_groups"] for p in group["params"]}
     settings = (f"param_groups.{i}.{key}" for i, group in enumerate(own["param_groups"]) for key in group)
     names = [key for key in settings if f"{name}.{key}" not in known]
