@@ -46,7 +46,7 @@ class EMA(StepCallback):
         self._stored: Collection[str] = ()  # of a checkpoint that is loaded: names of its weights beside the average
         self._exact: dict[str, Tensor] = {}  # read from it
         self._num_updates = 0
-        self._kept: list[Tensor] | None = None  # what is to come back after an evaluation of the average
+        self._kept: dict[str, Tensor] = {}  # what is to come back after an evaluation of the average
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -106,7 +106,7 @@ class EMA(StepCallback):
         if self._averages and not trainer.sanity_checking:
             _reshard(pl_module)
             averages, weights = self._list_pairs(pl_module)
-            self._kept = [weight.clone() for weight in weights]
+            self._kept = {name: weight.clone() for name, weight in zip(self._averages, weights, strict=True)}
             torch._foreach_copy_(weights, averages)
 
     on_test_start = on_predict_start = on_validation_start
@@ -114,10 +114,12 @@ class EMA(StepCallback):
     @override
     @torch.no_grad()
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._kept is not None:
-            _reshard(pl_module)
-            torch._foreach_copy_(self._list_pairs(pl_module)[1], self._kept)
-            self._kept = None
+        if self._kept:
+            if isinstance(trainer.strategy, FSDP2Strategy):
+                trainer.strategy.end_evaluation()
+            averaged = self._follow(pl_module)  # of which some may have been unfrozen since
+            torch._foreach_copy_([to_local(averaged[n].detach()) for n in self._kept], list(self._kept.values()))
+            self._kept = {}
 
     on_test_end = on_predict_end = on_validation_end
 
@@ -138,9 +140,9 @@ class EMA(StepCallback):
         stored = checkpoint["state_dict"]
         averaged = {name: p for name, p in self._follow(pl_module).items() if name in stored}
         weights = {name: stored[name].detach().float() for name in averaged}
-        if self._kept is not None:  # saved while the average is shown, as before a preemption
-            weights = {name: weight.clone() for name, weight in weights.items()}
-            torch._foreach_copy_([to_local(weight) for weight in weights.values()], self._kept)
+        if shown := [name for name in self._kept if name in weights]:  # while the average is, as before a preemption
+            weights |= {name: weights[name].clone() for name in shown}
+            torch._foreach_copy_([to_local(weights[name]) for name in shown], [self._kept[name] for name in shown])
         low = [name for name, p in averaged.items() if p.dtype != torch.float32]
         checkpoint["extra_state"] = weights | {f"{_EXACT}{name}": self._averages[name] for name in low}
         names = {id(parameter): name for name, parameter in averaged.items()}

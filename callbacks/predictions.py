@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from lit_fsdp.files import open_whole, refuse_unwritable
@@ -62,7 +63,7 @@ class WritePredictions(Callback):
             self._odd = f"unequal lists ({', '.join(f'{name} {size}' for name, size in sizes.items())})"
             return
         for values in zip(*(values for values in columns.values() if values is not None), strict=True):
-            record = dict(zip(columns, values, strict=True))
+            record = {name: _to_plain(value) for name, value in zip(columns, values, strict=True)}
             if record["index"] != _FILLER:
                 self._records.append(record)
 
@@ -93,7 +94,7 @@ class WritePredictions(Callback):
 
 
 def _format_jsonl(records: list[Record]) -> bytes:
-    return "".join(f"{json.dumps(record, ensure_ascii=False, default=_to_plain)}\n" for record in records).encode()
+    return "".join(f"{json.dumps(record, ensure_ascii=False, default=str)}\n" for record in records).encode()
 
 
 def _to_list(values: Any) -> list[Any] | None:
@@ -105,8 +106,8 @@ def _to_list(values: Any) -> list[Any] | None:
 
 
 def _to_plain(value: Any) -> Any:
-    """Return what JSON has no form for: tensors and arrays as lists and numbers, all else as text."""
-    return value.tolist() if isinstance(value, Tensor | np.ndarray | np.generic) else str(value)
+    """Return a value with tensors and arrays as lists and numbers, wherever they are in it."""
+    return tree_map_only((Tensor, np.ndarray, np.generic), lambda found: found.tolist(), value)
 
 
 def _format_csv(records: list[Record]) -> bytes:

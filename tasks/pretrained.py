@@ -188,7 +188,8 @@ class PretrainedTask(Task):
                 "quantization: quantized weights cannot be trained; set lora, such as {r: 16}, or pretrained to the "
                 "model that they were made of"
             )
-        if stored is not None and stored.skip_modules is not None and self.lora is not None:
+        # In a plan, the names of layers are parts, as Transformers takes them.
+        if stored is not None and stored.skip_modules is not None and self.lora is not None and not self._is_planned:
             quantized = list_quantizable(model).keys() - {*stored.skip_modules}
             if saved := sorted(name for name in quantized if is_named(name, self.lora.modules_to_save)):
                 raise ValueError(

@@ -178,7 +178,7 @@ def _describe_no_target(model: nn.Module, lora: LoRA) -> str:
     """Return why no module gets an adapter."""
     targets, names = lora.target_modules, [name for name, _ in model.named_modules() if name]
     if isinstance(targets, str) and targets != "all-linear" and not any(re.fullmatch(targets, name) for name in names):
-        if any(_ends_with(name, targets) for name in names):
+        if any(_takes_adapter(module) for name, module in model.named_modules() if _ends_with(name, targets)):
             return f"a text is a regular expression of whole names; set a list of names, [{targets}]"
         near = difflib.get_close_matches(targets, ["all-linear"], n=1)
         return "no module of the model has such a name" + ("; did you mean all-linear?" if near else "")

@@ -313,7 +313,9 @@ class PlanCLI(TrainerCLI):
         except ValueError:
             return False
         rows, total = ((data or {}).get(f"init_args.{name}") for name in ("batch_size", "global_batch_size"))
-        return not isinstance(total, int) or not rows or total % (rows * sizes.num_data_ranks) == 0
+        if not isinstance(total, int) or not isinstance(rows, int) or rows < 1:
+            return True
+        return total % (rows * sizes.num_data_ranks) == 0
 
     def _dump_given(self, ranks: Ranks) -> dict[str, Any]:
         """Return the configuration as ``fit`` takes it on these ranks, without what is as by default."""

@@ -211,7 +211,8 @@ def shorten_names(names: Sequence[str], among: Collection[str]) -> list[str]:
     short = []
     for name in names:
         part = name.rpartition(".")[2]
-        short.append(part if {n for n in among if n.endswith(part)} <= {*names} else name)
+        whole = f"{name}$"  # only read as an expression
+        short.append(part if {n for n in among if n.endswith(part)} <= {*names} else name if "." in name else whole)
     return list(dict.fromkeys(short))
 
 

@@ -105,14 +105,14 @@ def refuse_whole_steps(optimizer: Optimizer) -> None:
         return
     kind = type(optimizer)
     if kind.__module__.startswith("bitsandbytes."):
-        ours = "AdamW8bit"
+        ours = "lit_fsdp.optim.AdamW8bit" if "Adam" in kind.__name__ else "one of torch.optim"
     elif (kind.__module__, kind.__name__) in _ADAFACTORS:  # not a subclass, which may do it otherwise
-        ours = "Adafactor"
+        ours = "lit_fsdp.optim.Adafactor"
     else:
         return
     raise ValueError(
         f"configure_optimizers: got {kind.__name__} of {kind.__module__}: it cannot step sharded parameters; take "
-        f"lit_fsdp.optim.{ours}"
+        f"{ours}"
     )
 
 

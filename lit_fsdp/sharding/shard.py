@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -307,7 +307,14 @@ def reshard(model: nn.Module) -> None:
 
 
 def reshard_when_toggled(root: FSDPModule) -> RemovableHandle:
-    """Let a forward of ``root`` see which parameters need a gradient by now; return what undoes it.
+    """Let a forward of ``root`` see which parameters need a gradient by now; return what undoes it."""
+    follow = follow_toggles(root)
+    # Before the hook of FSDP2, which gathers.
+    return cast(nn.Module, root).register_forward_pre_hook(lambda *_: follow(), prepend=True)
+
+
+def follow_toggles(root: FSDPModule) -> Callable[[], None]:
+    """Return a function that lets shards need a gradient where what is gathered of them was toggled since.
 
     Gathered parameters learn that when they are gathered, and those of a root stay gathered after a forward. Until then
     the module has them, and an optimizer has the shards: either may be what was toggled.
@@ -317,7 +324,7 @@ def reshard_when_toggled(root: FSDPModule) -> RemovableHandle:
     known = _read_flags(pairs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def follow(*_: Any) -> None:
+    def follow() -> None:
         nonlocal known
         if (flags := _read_flags(pairs)) == known:
             return
@@ -332,7 +339,7 @@ def reshard_when_toggled(root: FSDPModule) -> RemovableHandle:
             reshard(module)
         known = _read_flags(pairs) if toggled else flags
 
-    return module.register_forward_pre_hook(follow, prepend=True)  # before that of FSDP2, which gathers
+    return follow
 
 
 def _read_flags(pairs: Sequence[Any]) -> list[tuple[bool, bool | None]]:

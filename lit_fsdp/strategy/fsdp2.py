@@ -59,6 +59,7 @@ from lit_fsdp.sharding.shard import (
     Compile,
     Sharding,
     find_roots,
+    follow_toggles,
     no_sync,
     register_steps,
     reshard,
@@ -227,6 +228,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         self._units: list[UnitInternals] = []  # of the run
         self._unit_table: Table | None = None  # to be printed
         self._hooks: list[RemovableHandle] = []
+        self._toggles: list[Callable[[], None]] = []  # of an evaluation inside of training
         self.overlapped_steps: OverlappedSteps | None = None  # with cpu_offload.overlap_optimizer
 
     @property
@@ -705,10 +707,22 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         begin()
         check_weights(self._module.trainer)
         sync_buffers(self._module)
+        if self._module.trainer.state.fn == TrainerFn.FITTING:
+            self._toggles = [follow_toggles(root) for root in find_roots(self._module)]
+
+    def end_evaluation(self) -> None:
+        """Let go of the head, which no forward lets go of: else the next step has a gather less than others.
+
+        What hooks have frozen or unfrozen meanwhile stays so.
+        """
+        for find_toggled in self._toggles:
+            find_toggled()
+        self._toggles = []
+        reshard(self._module)
 
     @override
     def on_validation_end(self) -> None:
-        reshard(self._module)  # the head, which no forward lets go of: else the next step has a gather less than others
+        self.end_evaluation()
         if self._module.trainer.sanity_checking:
             check_monitors(self._module.trainer)
 
@@ -821,6 +835,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         assert self.cluster_environment is not None and self.accelerator is not None  # noqa: PT018
         self._checked_loaders.clear()
         self._units.clear()
+        self._toggles.clear()
         if self._retried_steps is not None:
             self._retried_steps.stop()
         if self._hang_watch is not None:

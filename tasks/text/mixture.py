@@ -83,6 +83,8 @@ def _read_source(place: str, given: object) -> DataSource:
     if not isinstance(given, Mapping):
         what = "expected a path, or a mapping such as {path: a.jsonl, weight: 1}"
         raise ValueError(f"{place}: got {given!r}: {what}")  # noqa: TRY004  of a setting
+    if isinstance(columns := given.get("columns"), str):  # which would be read as the name of a class
+        raise ValueError(f"{place}.columns: got {columns!r}: expected a mapping of our names to the fields of the rows")  # noqa: TRY004
     source: DataSource = read_mappings({place: given}, {place: DataSource})[place]
     return source
 

@@ -152,6 +152,37 @@ def unfreeze(out: Path, epochs: int, resume: str | None, strategy: dict[str, Any
         torch.save((keep.steps, keep.validated), out / "kept.pt")
 
 
+class WithAll(WithBackbone):
+    """Its optimizer has what is frozen, too."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.05, eps=1e-4)
+
+
+class UnfreezeInValidation(pl.Callback):
+    """Unfreezes on a metric, as it were: while the average is shown."""
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
+        module.backbone.requires_grad_(requires_grad=True)
+
+
+def test_weights_that_are_unfrozen_while_the_average_is_shown_join(tmp_path: Path) -> None:
+    def body() -> None:
+        module, ema, keep = WithAll(), EMA(decay=DECAY, warmup=False), Keep()
+        module.backbone.requires_grad_(requires_grad=False)
+        options: dict[str, Any] = {"max_steps": -1, "max_epochs": 3, "use_distributed_sampler": True}
+        callbacks = [UnfreezeInValidation(), ema, keep]
+        trainer = build_trainer(FSDP2Strategy(print_plan=False), callbacks=callbacks, **options)
+        trainer.fit(module)
+        if trainer.is_global_zero:
+            torch.save((keep.steps, keep.validated), tmp_path / "kept.pt")
+
+    run_ranks(body)
+    steps, validated = torch.load(tmp_path / "kept.pt")
+    assert not torch.equal(steps[-1]["backbone.0.weight"], steps[0]["backbone.0.weight"])
+    assert find_difference(validated, average(steps)) < 1e-6
+
+
 @pytest.mark.parametrize(
     "strategy",
     [{}, pytest.param({"cpu_offload": CPUOffload(overlap_optimizer=True)}, marks=pytest.mark.full, id="overlapped")],

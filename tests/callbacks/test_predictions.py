@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 import torch
 from launches import fork_ranks, write_run
@@ -59,20 +60,31 @@ def test_other_lists_are_written_beside_the_prediction(tmp_path: Path) -> None:
     assert read(path) == [{"index": 0, "prediction": "cat", "probability": 0.5}]
 
 
-def test_tensors_and_arrays_are_written_as_lists(tmp_path: Path) -> None:
-    path = tmp_path / "out.jsonl"
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+def test_tensors_and_arrays_are_written_as_lists(suffix: str, tmp_path: Path) -> None:
+    import pandas as pd  # type: ignore[import-untyped]
+
+    path = tmp_path / f"out{suffix}"
     outputs = {
         "index": torch.tensor([1, 0]),
         "prediction": torch.eye(2, dtype=torch.bfloat16),
         "score": np.array([0.5, 0.25], dtype=np.float32),
         "label": [np.int64(3), torch.tensor(4)],
-        "where": [Path("a"), None],
+        "boxes": [[torch.tensor([1, 2])], [np.array([3, 4])]],
     }
     predict([outputs], WritePredictions(path=str(path)), tmp_path)
-    assert read(path) == [
-        {"index": 0, "prediction": [0.0, 1.0], "score": 0.25, "label": 4, "where": None},
-        {"index": 1, "prediction": [1.0, 0.0], "score": 0.5, "label": 3, "where": "a"},
+    expected = [
+        {"index": 0, "prediction": [0.0, 1.0], "score": 0.25, "label": 4, "boxes": [[3, 4]]},
+        {"index": 1, "prediction": [1.0, 0.0], "score": 0.5, "label": 3, "boxes": [[1, 2]]},
     ]
+    if suffix == ".jsonl":
+        assert read(path) == expected
+    elif suffix == ".csv":
+        assert pd.read_csv(path).to_dict("records") == [
+            {name: str(value) if isinstance(value, list) else value for name, value in row.items()} for row in expected
+        ]
+    else:
+        assert pq.read_table(path).to_pylist() == expected
 
 
 @pytest.mark.parametrize("prediction", [["a"], "ab", 1.0])

@@ -47,6 +47,16 @@ def test_a_folder_alone_is_planned_as_the_configuration_that_it_stands_for(folde
 
 
 @pytest.mark.full
+def test_layers_that_are_stored_dense_can_be_planned_to_train_in_full(folder: Path) -> None:
+    stored = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    write_model(folder / "nf4", quantization_config={**stored, "llm_int8_skip_modules": ["lm_head", "q_proj"]})
+    adapters = plan("--model=nf4", "--method=lora", "--seq_length=256")
+    full = plan("--model=nf4", "--method=lora", "--seq_length=256", "--model.lora.modules_to_save=[q_proj]")
+    states = [found["memory"]["largest_bytes_by_kind"]["optimizer_state"] for found in (adapters, full)]
+    assert states[1] > states[0]
+
+
+@pytest.mark.full
 def test_rows_are_no_longer_than_the_model_has_positions_where_nobody_says_how_long(folder: Path) -> None:
     write_model(folder / "short", max_position_embeddings=256)
     assert plan("--model=short") == plan("--model=short", "--seq_length=256")

@@ -1,11 +1,13 @@
 """Muon over AdamW as one optimizer: the bits of torch's two on one device, on whatever ranks hold the parameters."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from fixed_gradients import MESHES, build_weights, list_unequal, run_steps, set_gradients, shard
 from models import to_full
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -29,7 +31,7 @@ def build(module: nn.Module) -> Muon:
     return Muon(groups, **OPTIONS)
 
 
-def train_with_torch(num_steps: int) -> dict[str, torch.Tensor]:
+def train_with_torch(num_steps: int) -> dict[str, Tensor]:
     """Return the weights after steps of torch's own optimizers, each expert by itself."""
     module = build_weights()
     named = dict(module.named_parameters())
@@ -71,23 +73,21 @@ def test_singular_values_become_about_one(shape: tuple[int, ...]) -> None:
 
 def test_what_a_step_computes_and_sends_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     def body() -> None:
-        model = (
-            nn.Module()
-        )  # of which two ranks have equal parts, in one exchange, and in one that has a matrix too few
-        for i, shape in enumerate([(64, 256), (64, 256), (32, 16), (4, 16, 24)]):
-            model.register_parameter(f"matrix{i}", nn.Parameter(torch.randn(shape)))
-        shapes = [p.shape for p in model.parameters()]
+        # Two ranks step two equal matrices in one exchange, and the third one alone; experts are whole already.
+        model = nn.ParameterList(torch.randn(shape) for shape in [(64, 256), (64, 256), (32, 16), (4, 16, 24)])
+        shapes = [parameter.shape for parameter in model]
         shard(model)
         optimizer, sent, exchange = (
             Muon([{"params": model.parameters(), "is_hidden": True}]),
             [],
             dist.all_to_all_single,
         )
-        monkeypatch.setattr(
-            dist,
-            "all_to_all_single",
-            lambda out, given, *a, **k: (sent.append(given.nbytes), exchange(out, given, *a, **k)),
-        )
+
+        def count(received: Tensor, given: Tensor, *args: Any, **options: Any) -> Any:
+            sent.append(given.nbytes)
+            return exchange(received, given, *args, **options)
+
+        monkeypatch.setattr(dist, "all_to_all_single", count)
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
         with FlopCounterMode(display=False) as counter:

@@ -645,24 +645,6 @@ def test_what_a_forward_without_a_backward_has_gathered_hides_no_step_and_no_cha
     compare(build, tmp_path)
 
 
-class Idle(Plain):
-    """Has a layer that no loss reaches, so that no optimizer has a state for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.idle = nn.Linear(2, 2)
-
-
-@pytest.mark.parametrize("checkpoint_format", ["sharded", pytest.param("single_file", marks=pytest.mark.full)])
-def test_a_run_with_a_layer_that_no_loss_reaches_is_resumed(checkpoint_format: str, tmp_path: Path) -> None:
-    checkpoint = tmp_path / "run.ckpt"
-    own = {"strategy": {"checkpoint_format": checkpoint_format}}
-    run_ranks(partial(train, **own), Idle, tmp_path / "whole", True)
-    run_ranks(partial(train, max_epochs=1, save=checkpoint, **own), Idle, tmp_path / "half", True)
-    run_ranks(partial(train, resume=checkpoint, **own), Idle, tmp_path / "resumed", True)
-    assert_same(tmp_path / "resumed", tmp_path / "whole", 0.0)
-
-
 class WithRate(Plain):
     """Has a learning rate that can be found."""
 
