@@ -146,6 +146,7 @@ class StabilityMonitor(StepCallback):
         self._error: str | None = None
         self._num_bad = 0  # in a row; one without targets breaks no row, and is none of it
         self._was_empty = self._was_dropped = False  # the last step
+        self._is_redone = False  # the step, after an error of memory
 
     @property
     def has_dropped_last_step(self) -> bool:
@@ -178,7 +179,7 @@ class StabilityMonitor(StepCallback):
         self._raise_if_stopped()
         self._loader = trainer.train_dataloader
         self._state.places.append(self._loader.last_place if isinstance(self._loader, KnowsSamples) else None)
-        self._watch.is_on = True
+        self._watch.is_on, self._is_redone = True, False
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -190,11 +191,16 @@ class StabilityMonitor(StepCallback):
         """Forget the losses and outputs of a step that is computed again, see ``oom_retries``."""
         self._state.rank_loss = None
         self._watch.take_sums()
-        self._watch.is_on = True
+        self._watch.is_on = self._is_redone = True
+
+    @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._watch.is_on = self._is_redone  # of the next part, or micro-batch, before which no batch starts
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         state, self._state = self._state, _StepState()
+        self._watch.is_on = False
         state.step, state.sums = trainer.global_step + 1, self._watch.take_sums()
         self._collect(trainer, pl_module, state)
         if self.policy == "warn":

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lit_fsdp.strategy.run_settings import is_same, warn_of_changes
 
-_HYPERPARAMETERS = ("weight_decay", "betas", "eps", "fused")  # of any of our optimizers
+HYPERPARAMETERS = ("weight_decay", "betas", "eps", "momentum", "fused")  # of any of our optimizers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class ConfiguredLR(LambdaLR):
     ) -> None:
         self.shape = dict(shape or {})
         self._keeps_saved_rate = keeps_saved_rate
-        self._configured = [{n: group[n] for n in _HYPERPARAMETERS if n in group} for group in optimizer.param_groups]
+        self._configured = [{n: group[n] for n in HYPERPARAMETERS if n in group} for group in optimizer.param_groups]
         super().__init__(optimizer, factor)
 
     @override

@@ -15,7 +15,7 @@ def collect_state(model: nn.Module, optimizer: Optimizer, options: StateDictOpti
 
     Of one without any, torch makes a state by a step without gradients, which would count; seen in 2.13.
     """
-    is_new = not optimizer.state
+    is_new = not optimizer.state and not optimizer.state_dict()["state"]  # of a wrapper, that of the inner one
     state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=options)
     if is_new:
         optimizer.state.clear()

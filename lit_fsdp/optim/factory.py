@@ -124,8 +124,8 @@ def build_optimizer(
     rate = settings.resolve_rate(has_adapters=has_adapters)
     groups: list[dict[str, Any]] = []
     factors = rate_factors or {}
-    decayed = {p for p in trainable if (p.ndim >= 2 if matrices is None else p in matrices)}
     orthogonalized = set(hidden).intersection(trainable) if settings.name == "muon" else set()
+    decayed = {p for p in trainable if (p.ndim >= 2 if matrices is None else p in matrices)} | orthogonalized
     for factor in sorted({factors.get(p, 1.0) for p in trainable}, reverse=True):
         for decay, is_decayed, is_hidden in (
             (settings.weight_decay, True, True),

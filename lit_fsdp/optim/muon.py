@@ -8,8 +8,9 @@ more than one whole matrix, and a step has the bits that it has on one device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -33,7 +34,7 @@ _T = TypeVar("_T")
 
 
 def list_hidden_matrices(module: nn.Module) -> set[nn.Parameter]:
-    """Return what Muon is for: matrices and stacks of them in blocks, not embeddings, heads or convolutions.
+    """Return what Muon is for: weight matrices and stacks of them in blocks, not embeddings, convolutions or tables.
 
     ``module`` may be sharded. Blocks are those that ``wrap.policy: auto`` finds, whatever the units are.
     """
@@ -44,9 +45,16 @@ def list_hidden_matrices(module: nn.Module) -> set[nn.Parameter]:
         for name in blocks
         for owner in modules[name].modules()
         if not isinstance(owner, nn.Embedding | nn.Conv1d | nn.ConvTranspose1d)
-        for parameter in owner.parameters(recurse=False)
-        if parameter.ndim in (2, 3)
+        for key, parameter in owner.named_parameters(recurse=False)
+        if _is_hidden_matrix(key, parameter)
     }
+
+
+def _is_hidden_matrix(key: str, parameter: nn.Parameter) -> bool:
+    """Tell products' weights from tables and biases, by name where a shape does not tell."""
+    if parameter.ndim == 2:
+        return "weight" in key
+    return parameter.ndim == 3 and min(parameter.shape[1:]) > 1 and "bias" not in key
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
@@ -139,6 +147,8 @@ class Muon(ShardOptimizer):
         ValueError: A parameter is sharded over another dimension, or among those of ``is_hidden`` and no matrix.
     """
 
+    _hidden: Mapping[Tensor, bool] = MappingProxyType({})  # of a copy, too
+
     def __init__(
         self,
         params: Iterable[dict[str, Any]],
@@ -148,7 +158,6 @@ class Muon(ShardOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        self._hidden: dict[Tensor, bool] = {}
         defaults = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "is_hidden": False})
 

@@ -102,7 +102,8 @@ class AutoFSDP2Strategy(FSDP2Strategy):
             self._report_missing(chosen, problem.device_bytes)
         chosen = self.broadcast(chosen)
         before, self.settings = self.settings, chosen.settings
-        self._check_fit()
+        if module.trainer.state.fn == TrainerFn.FITTING:
+            self._check_fit()
         if chosen.settings.mesh != before.mesh:
             self._build_mesh()
         self._report(chosen, candidates[0], problem)

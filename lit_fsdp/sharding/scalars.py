@@ -156,9 +156,13 @@ def _get_plain(module: nn.Module, parameter: Any) -> nn.Parameter:
     """Return the plain form of a module's parameter, which needs a gradient where it does; made at the first call."""
     link: _Link | None = getattr(parameter, _LINK, None)
     if link is None:
-        link = _Link(nn.Parameter(parameter.detach().to_local()))
+        value = parameter.detach().to_local()
+        can_train = value.is_floating_point() or value.is_complex()
+        link = _Link(nn.Parameter(value, requires_grad=can_train))
         setattr(parameter, _LINK, link)
-        if (reduction := _REDUCTIONS.get(module)) is not None:  # none of a copy, of which no backward is reduced
+        if (
+            can_train and (reduction := _REDUCTIONS.get(module)) is not None
+        ):  # none of a copy, of which no backward is reduced
             link.plain.register_post_accumulate_grad_hook(partial(_reduce_later, reduction))
     link.plain.requires_grad_(parameter.requires_grad)
     return link.plain

@@ -622,14 +622,18 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         if self._rank_paths is not None:
             closure = self._rank_paths.compare_after(closure, self._module.trainer.global_step + 1)
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._reshard()  # what a forward after backward has gathered, such as that of a hook: it is old by now
+        # What a forward after backward has gathered, such as that of a hook, is old by now.
+        self._reshard(optimizer)
         return result
 
-    def _reshard(self) -> None:
-        """Let go of what a forward without a backward has left gathered."""
-        for unit in self._units:
-            if unit.is_gathered:
-                unit.reshard()
+    def _reshard(self, optimizer: Optimizer | None = None) -> None:
+        """Let go of what a forward without backward has left gathered, of the parameters of an optimizer or of all."""
+        if gathered := [unit for unit in self._units if unit.is_gathered]:
+            groups = [] if optimizer is None else optimizer.param_groups
+            stepped = {id(parameter) for group in groups for parameter in group["params"]}
+            for unit in gathered:
+                if optimizer is None or any(id(shard) in stepped for shard in unit.list_shards()):
+                    unit.reshard()
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:

@@ -215,7 +215,9 @@ def watch_monitors(trainer: pl.Trainer) -> None:
 
     def check(callback: EarlyStopping, trainer: pl.Trainer) -> None:
         found = trainer.callback_metrics
-        if callback.strict and callback.monitor not in found and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        is_missing = callback.strict and callback.monitor not in found and not trainer.fast_dev_run  # type: ignore[attr-defined]
+        # A rank that lacks it alone cannot save: the others would not come.
+        if trainer.strategy.reduce_boolean_decision(is_missing, all=True):
             path = save_last_step(trainer)  # callbacks that save come after this one
             _refuse_monitor(callback, callback.monitor, found, _describe_saved(trainer, path) if path else "")
         type(callback)._run_early_stopping_check(callback, trainer)

@@ -264,6 +264,28 @@ def test_a_state_that_another_optimizer_left_of_one_parameter_is_refused(tmp_pat
     run_ranks(body)
 
 
+class Around(torch.optim.Optimizer):
+    """Keeps its state in the optimizer that it wraps."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, inner.defaults)
+        self.inner = inner
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+
+def test_the_state_of_an_optimizer_inside_another_is_saved() -> None:
+    def body() -> None:
+        model, optimizer = prepare(build(0))
+        step(model, optimizer)
+        saved = collect_state(model, Around(optimizer))["state"]
+        assert saved.keys() == {name for name, parameter in model.named_parameters() if parameter in optimizer.state}
+        assert all(values.keys() == {"step", "exp_avg", "exp_avg_sq"} for values in saved.values())
+
+    run_ranks(body)
+
+
 def test_a_model_of_other_shapes_is_refused_by_name(tmp_path: Path) -> None:
     save_stack(tmp_path / "ckpt", width=7)
     model = Stack(8)

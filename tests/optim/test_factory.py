@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from lit_fsdp.optim.factory import Optimizer, build_optimizer
 from lit_fsdp.optim.muon import list_hidden_matrices
 from lit_fsdp.sharding.mixed_precision import ShardedGradScaler
 from lit_fsdp.tasks import CausalLM, LRSchedule
+from lit_fsdp.tasks.lr_schedule import HYPERPARAMETERS
 from ranks import run_ranks
 
 # Matrices of 4096 elements and more, in rows of one block of 256.
@@ -256,6 +258,10 @@ def test_settings_that_a_resume_changes_are_those_it_trains_with(
     expected.losses[:4] = expected.grad_norms[:4] = [0.0] * 4
     differences = compare(run, expected)
     assert all(difference <= TOLERANCE for difference in differences.values()), differences
+
+
+def test_every_setting_of_a_resumed_run_is_that_of_its_configuration() -> None:
+    assert {*HYPERPARAMETERS} == {field.name for field in fields(Optimizer)} - {"name", "learning_rate"}
 
 
 @pytest.mark.full

@@ -1,5 +1,6 @@
 """Muon over AdamW as one optimizer: the bits of torch's two on one device, on whatever ranks hold the parameters."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -121,6 +122,31 @@ def test_what_is_hidden_are_matrices_of_blocks_sharded_or_not() -> None:
         assert len(expected) == 2 * len(parts)
 
     run_ranks(body, world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sizes", "others"),
+    [
+        ("swin", {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 2], "image_size": 32}, "bias_table"),
+        ("mamba", {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 32}, "A_log"),
+        ("rwkv", {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 32}, "time_"),
+    ],
+)
+def test_tables_and_vectors_of_blocks_are_left_to_adamw(model_type: str, sizes: dict[str, Any], others: str) -> None:
+    model = AutoModel.from_config(AutoConfig.for_model(model_type, **sizes))
+    hidden = list_hidden_matrices(model)
+    names = [name for name, parameter in model.named_parameters() if parameter in hidden]
+    assert len(names) >= 4
+    assert not any(others in name for name in names)
+
+
+def test_a_copy_steps_as_it_does() -> None:
+    matrix = nn.Parameter(torch.ones(8, 4))
+    optimizer = copy.deepcopy(Muon([{"params": [matrix], "is_hidden": True}]))
+    (parameter,) = optimizer.param_groups[0]["params"]
+    parameter.grad = torch.ones(8, 4)
+    optimizer.step()
+    assert optimizer.state[parameter].keys() == {"step", "momentum_buffer"}
 
 
 def test_what_it_has_no_whole_matrices_of_is_refused() -> None:

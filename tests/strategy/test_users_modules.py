@@ -17,7 +17,12 @@ import torch
 import torch.distributed as dist
 from bitsandbytes import optim as bnb_optim
 from bitsandbytes.nn import Linear4bit
-from lightning.pytorch.callbacks import BackboneFinetuning, GradientAccumulationScheduler, LearningRateFinder
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+)
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from models import to_full
@@ -643,6 +648,34 @@ def test_what_a_forward_without_a_backward_has_gathered_hides_no_step_and_no_cha
     build: Callable[[], pl.LightningModule], tmp_path: Path
 ) -> None:
     compare(build, tmp_path)
+
+
+class Whole(Plain):
+    """Has a whole number for a parameter, which trains nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times = nn.Parameter(torch.tensor(3), requires_grad=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * self.times
+
+
+def test_a_whole_number_may_be_a_parameter(tmp_path: Path) -> None:
+    compare(Whole, tmp_path)
+
+
+class LogsOnTheFirst(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_rank == 0:
+            self.log("loss", 1.0)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_metric_that_one_rank_lacks_ends_the_run_at_once(tmp_path: Path) -> None:
+    stopper = EarlyStopping("loss", check_on_train_epoch_end=True)
+    with pytest.raises(RankError, match="Early stopping conditioned on metric `loss` which is not available"):
+        run_ranks(partial(train, callbacks=[stopper]), LogsOnTheFirst, tmp_path / "out", True)
 
 
 class WithRate(Plain):
