@@ -93,9 +93,7 @@ CASES = {
     ),
     "adafactor offloaded": Case(task={"optimizer": Optimizer(name="adafactor")}, strategy=OFFLOAD | FILE),
     "muon": Case(task={"optimizer": Optimizer(name="muon")}, strategy=BESIDE),
-    "muon offloaded, experts": Case(
-        model="qwen3_moe", task={"optimizer": Optimizer(name="muon")}, strategy=OFFLOAD | FILE
-    ),
+    "muon offloaded": Case(task={"optimizer": Optimizer(name="muon")}, strategy=OFFLOAD | FILE),
     "8-bit adamw offloaded": Case(task={"optimizer": Optimizer(name="adamw_8bit")}, strategy=OFFLOAD | FILE),
     "images, batch norm offloaded, one file": Case(model="resnet", strategy=OFFLOAD | FILE),
     "images, batch norm, saved beside": Case(model="resnet", strategy=BESIDE),

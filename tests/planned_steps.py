@@ -88,7 +88,7 @@ def trace(
                     module.parameters(),
                     optimizer or Optimizer(),
                     is_scaled=read_precision(precision).needs_loss_scaling,
-                    hidden=list_hidden_matrices(module),
+                    hidden=list_hidden_matrices(module) if optimizer and optimizer.name == "muon" else (),
                 ),
                 step_name="step",
                 ranks_per_node=world_size,

@@ -140,7 +140,7 @@ def test_a_module_that_is_no_task_is_refused(capfd: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--devices=100000000"], "trainer.devices: got 100000000: expected auto, a number of processes from 1 to"),
+        (["--devices=100000000"], "devices: 100,000,000 ranks on 1 nodes: at most 1,048,576"),
         (["--devices=8", "--nodes=10000000"], "80,000,000 ranks on 10,000,000 nodes: at most 1,048,576"),
         (["--device-memory", "-5GiB"], "got '-5GiB': expected more than nothing"),
         (["--device-memory=-5GiB"], "got '-5GiB': expected more than nothing"),
