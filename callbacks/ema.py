@@ -10,11 +10,11 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
 from lit_fsdp.checkpoint.space import count_bytes
 from lit_fsdp.reporting.step_callback import StepCallback
+from lit_fsdp.sharding.shard import reshard
 from lit_fsdp.sharding.torch_internals import to_local
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 
@@ -104,7 +104,7 @@ class EMA(StepCallback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show the average of this ``fit`` or of one before; weights of a checkpoint alone are the average already."""
         if self._averages and not trainer.sanity_checking:
-            _reshard(pl_module)
+            reshard(pl_module)  # the root keeps what a forward without backward has gathered, with the old values
             averages, weights = self._list_pairs(pl_module)
             self._kept = {name: weight.clone() for name, weight in zip(self._averages, weights, strict=True)}
             torch._foreach_copy_(weights, averages)
@@ -214,13 +214,6 @@ def _list_parts(averages: list[Tensor], weights: list[Tensor]) -> Iterator[list[
             size += pair[0].numel()
     if parts:
         yield parts
-
-
-def _reshard(module: nn.Module) -> None:
-    """Let go of gathered parameters: the root keeps them after a forward without backward, with the old values."""
-    for unit in module.modules():
-        if isinstance(unit, FSDPModule):
-            unit.reshard()
 
 
 def _list_trained(module: nn.Module) -> dict[str, nn.Parameter]:

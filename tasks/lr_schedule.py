@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from torch import Tensor
@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
+from lit_fsdp.optim.factory import Optimizer as OptimizerSettings
 from lit_fsdp.strategy.run_settings import is_same, warn_of_changes
 
-HYPERPARAMETERS = ("weight_decay", "betas", "eps", "momentum", "fused")  # of any of our optimizers
+_HYPERPARAMETERS = [field.name for field in fields(OptimizerSettings)]  # of any of our optimizers, which have some
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +87,7 @@ class ConfiguredLR(LambdaLR):
     ) -> None:
         self.shape = dict(shape or {})
         self._keeps_saved_rate = keeps_saved_rate
-        self._configured = [{n: group[n] for n in HYPERPARAMETERS if n in group} for group in optimizer.param_groups]
+        self._configured = [{n: group[n] for n in _HYPERPARAMETERS if n in group} for group in optimizer.param_groups]
         super().__init__(optimizer, factor)
 
     @override

@@ -126,17 +126,14 @@ def build_optimizer(
     factors = rate_factors or {}
     orthogonalized = set(hidden).intersection(trainable) if settings.name == "muon" else set()
     decayed = {p for p in trainable if (p.ndim >= 2 if matrices is None else p in matrices)} | orthogonalized
-    for factor in sorted({factors.get(p, 1.0) for p in trainable}, reverse=True):
-        for decay, is_decayed, is_hidden in (
-            (settings.weight_decay, True, True),
-            (settings.weight_decay, True, False),
-            (0.0, False, False),
-        ):
-            kind = (factor, is_decayed, is_hidden)
-            members = [p for p in trainable if (factors.get(p, 1.0), p in decayed, p in orthogonalized) == kind]
-            if members:
-                group = {"params": members, "weight_decay": decay, "lr": rate * factor}
-                groups.append({**group, "is_hidden": True} if is_hidden else group)
+    kinds: dict[tuple[float, bool, bool], list[nn.Parameter]] = {}
+    for parameter in trainable:
+        kind = (factors.get(parameter, 1.0), parameter in decayed, parameter in orthogonalized)
+        kinds.setdefault(kind, []).append(parameter)
+    for (factor, is_decayed, is_hidden), members in sorted(kinds.items(), key=lambda item: item[0], reverse=True):
+        decay = settings.weight_decay if is_decayed else 0.0
+        group = {"params": members, "weight_decay": decay, "lr": rate * factor}
+        groups.append({**group, "is_hidden": True} if is_hidden else group)
     if settings.name == "adafactor":
         return Adafactor(groups, lr=rate)
     options: dict[str, Any] = {"lr": rate, "betas": settings.betas, "eps": settings.eps}

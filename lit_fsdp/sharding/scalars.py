@@ -160,9 +160,8 @@ def _get_plain(module: nn.Module, parameter: Any) -> nn.Parameter:
         can_train = value.is_floating_point() or value.is_complex()
         link = _Link(nn.Parameter(value, requires_grad=can_train))
         setattr(parameter, _LINK, link)
-        if (
-            can_train and (reduction := _REDUCTIONS.get(module)) is not None
-        ):  # none of a copy, of which no backward is reduced
+        reduction = _REDUCTIONS.get(module)  # none of a copy, of which no backward is reduced
+        if can_train and reduction is not None:
             link.plain.register_post_accumulate_grad_hook(partial(_reduce_later, reduction))
     link.plain.requires_grad_(parameter.requires_grad)
     return link.plain

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ from lit_fsdp.optim.factory import Optimizer, build_optimizer
 from lit_fsdp.optim.muon import list_hidden_matrices
 from lit_fsdp.sharding.mixed_precision import ShardedGradScaler
 from lit_fsdp.tasks import CausalLM, LRSchedule
-from lit_fsdp.tasks.lr_schedule import HYPERPARAMETERS
 from ranks import run_ranks
 
 # Matrices of 4096 elements and more, in rows of one block of 256.
@@ -110,8 +108,7 @@ def train_with_stock(folder: Path, name: str, change: Optimizer | None = None, s
 @pytest.fixture(scope="module")
 def truth(folder: Path) -> dict[str, Result]:
     """What each library makes of the model on one device."""
-    noisy = {f"muon, noise {seed}": train_with_stock(folder, "muon", seed=seed) for seed in range(4)}
-    return {name: train_with_stock(folder, name) for name in STOCK} | noisy
+    return {name: train_with_stock(folder, name) for name in STOCK}
 
 
 def fit(folder: Path, out: Path, settings: Optimizer, strategy: dict[str, Any], options: dict[str, Any]) -> None:
@@ -131,7 +128,7 @@ def fit(folder: Path, out: Path, settings: Optimizer, strategy: dict[str, Any], 
         torch.save(vars(recorder.result), out)
 
 
-def list_limits(name: str, truth: dict[str, Result]) -> dict[str, float]:
+def list_limits(folder: Path, name: str, truth: dict[str, Result]) -> dict[str, float]:
     """Return how far a run may be from the truth.
 
     A sum over ranks rounds in another order. float32 state carries that on as it is; in 8 bits it tips a code over to
@@ -141,7 +138,7 @@ def list_limits(name: str, truth: dict[str, Result]) -> dict[str, float]:
     differs): it may be twice as far off as the furthest run with noise in the last bits of gradients on one device.
     """
     if name == "muon":
-        noisy = [compare(run, truth["muon"]) for key, run in truth.items() if key.startswith("muon, noise")]
+        noisy = [compare(train_with_stock(folder, "muon", seed=seed), truth["muon"]) for seed in range(4)]
         return {key: 2 * max(differences[key] for differences in noisy) for key in noisy[0]}
     if name != "adamw_8bit":
         return dict.fromkeys(("loss", "grad_norm", "weight"), TOLERANCE)
@@ -180,7 +177,7 @@ def test_sharded_training_equals_the_stock_optimizer_on_one_device(
     tmp_path: Path,
 ) -> None:
     run_ranks(fit, folder, tmp_path / "out", SETTINGS[name], strategy, options, world_size=world_size)
-    differences, limits = compare(Result(**torch.load(tmp_path / "out")), truth[name]), list_limits(name, truth)
+    differences, limits = compare(Result(**torch.load(tmp_path / "out")), truth[name]), list_limits(folder, name, truth)
     assert all(differences[k] <= limit for k, limit in limits.items()), (differences, limits)
 
 
@@ -240,7 +237,7 @@ def test_a_resumed_run_is_the_same_to_the_bit_on_as_many_ranks(
     resumed = (folder, tmp_path / "resumed", SETTINGS[name], strategy, {"ckpt_path": tmp_path / "half.ckpt"})
     run_ranks(fit, *resumed, world_size=world_size)
     differences = compare(Result(**torch.load(tmp_path / "resumed")), whole[name])
-    limits = list_limits(name, truth) if world_size != 2 else dict.fromkeys(differences, 0.0)
+    limits = list_limits(folder, name, truth) if world_size != 2 else dict.fromkeys(differences, 0.0)
     assert all(differences[k] <= limit for k, limit in limits.items()), (differences, limits)
 
 
@@ -258,10 +255,6 @@ def test_settings_that_a_resume_changes_are_those_it_trains_with(
     expected.losses[:4] = expected.grad_norms[:4] = [0.0] * 4
     differences = compare(run, expected)
     assert all(difference <= TOLERANCE for difference in differences.values()), differences
-
-
-def test_every_setting_of_a_resumed_run_is_that_of_its_configuration() -> None:
-    assert {*HYPERPARAMETERS} == {field.name for field in fields(Optimizer)} - {"name", "learning_rate"}
 
 
 @pytest.mark.full

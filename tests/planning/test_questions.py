@@ -141,6 +141,7 @@ def test_a_global_batch_stays_what_it_is_on_any_number_of_gpus_and_with_any_micr
     assert [machine["devices"] for machine in found] == [6]
 
 
+@pytest.mark.full
 def test_a_range_begins_with_the_first_number_that_the_mesh_can_have(folder: Path) -> None:
     mesh = {"trainer.strategy.mesh.replicate": 2}
     found = plan_with(mesh, "--devices=1..3", GPU, "--search=true", "--write=chosen.yaml")
@@ -149,6 +150,7 @@ def test_a_range_begins_with_the_first_number_that_the_mesh_can_have(folder: Pat
     assert yaml.safe_load((folder / "chosen.yaml").read_text())["trainer"]["devices"] == 2
 
 
+@pytest.mark.full
 def test_gpus_without_float8_are_no_answer_for_a_step_that_needs_it(capfd: pytest.CaptureFixture[str]) -> None:
     options = ("--trainer.precision=bf16-mixed", "--cheapest")
     recipe, emulate = ({"trainer.strategy.float8": value} for value in ("{}", "{emulate: true}"))

@@ -129,6 +129,7 @@ def test_a_plan_holds_gradients_as_long_as_the_run_does(folder: Path, name: str,
         assert planned["peak_bytes_by_kind"][kind] == real["peak_bytes_by_kind"][kind], kind
 
 
+@pytest.mark.full
 def test_a_batch_may_be_lists_and_tuples_and_a_step_take_no_number_of_it() -> None:
     named, paired = (
         plan("--config=run.yaml", f"--model=mine.{name}", f"--data=mine.{data}", "--devices=2")
