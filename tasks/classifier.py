@@ -76,10 +76,10 @@ class Classifier(PretrainedTask):
         self.lora = self.lora and train_head(self.lora, [*head, *drawn])
 
     @override
-    def configure_weights(self) -> None:
+    def load_base(self) -> None:
         assert self.model is not None
         if self.pretrained is None:
-            super().configure_weights()
+            super().load_base()
             return
         folder = get_pretrained_folder(self.pretrained)
         unused = load_weights(self.model, folder, seed=self.get_seed(), new=self._drawn, takes_part=True)

@@ -49,8 +49,8 @@ def _describe_folder(folder: Path) -> str:
     """Return what a folder is that holds no model, and what to set instead."""
     if (folder / ADAPTER_CONFIG).is_file():
         return (
-            "it holds adapters and no model: export the run that trained them with --merge true and set pretrained to "
-            "that folder, or set it to the model below them, for new ones"
+            "it holds adapters and no model: set pretrained to the model below them, and lora.pretrained to this "
+            "folder to go on from them; or export the run that trained them with --merge true, and set it to that"
         )
     return "it has no config.json: expected a model's folder, such as `python -m lit_fsdp export` writes of a run"
 

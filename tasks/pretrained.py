@@ -41,6 +41,7 @@ from lit_fsdp.tasks.model_config import (
     make_config,
     refuse_other_quantization,
 )
+from lit_fsdp.tasks.stored_adapters import StoredAdapters, open_adapters
 from lit_fsdp.weights.base_weights import (
     BASE,
     CONFIG,
@@ -101,6 +102,15 @@ class PretrainedTask(Task):
             make_config(config)  # now, as ranks take long to start
         if quantization is not None:
             quantization.check()
+        self.stored_adapters: StoredAdapters | None = None
+        if lora is not None and lora.pretrained is not None:
+            if pretrained is None:
+                raise ValueError(
+                    f"lora.pretrained: got {lora.pretrained!r} without pretrained: set that to the model which these "
+                    "adapters were trained over"
+                )
+            self.stored_adapters = open_adapters(lora)
+            lora = self.stored_adapters.lora
         if lora is not None:
             lora.check(is_quantized=quantization is not None)
         self.pretrained, self.config_settings = pretrained, config
@@ -115,6 +125,8 @@ class PretrainedTask(Task):
         """Download the model, on one process per node."""
         if self.pretrained is not None:
             fetch_pretrained(self.pretrained)
+        if self.stored_adapters is not None:
+            self.stored_adapters.fetch()
 
     @override
     def prepare_plan(self, data: Any) -> list[str]:
@@ -204,12 +216,32 @@ class PretrainedTask(Task):
 
     @override
     def configure_weights(self) -> None:
-        """Read this rank's shards of the pretrained weights, or draw random ones."""
+        """Read this rank's shards of the pretrained weights and adapters, or draw random ones."""
+        assert self.model is not None
+        self.load_base()
+        if self.stored_adapters is not None:
+            self._check_base(self.stored_adapters)
+            self.stored_adapters.fill(self.model)
+
+    def load_base(self) -> None:
+        """Read this rank's shards of the pretrained weights, and draw what is new, or draw all of it."""
         assert self.model is not None
         if self.pretrained is None:
             init_weights(self.model, self.get_seed())
         else:
             load_weights(self.model, get_pretrained_folder(self.pretrained), seed=self.get_seed())
+
+    def _check_base(self, adapters: StoredAdapters) -> None:
+        """Refuse adapters over another model as far as they know theirs; warn where they only know its name."""
+        if adapters.checkpoint is not None:
+            check_adapters(
+                adapters.checkpoint.meta, pretrained=self.pretrained, quantization=self.quantization, lora=None
+            )
+        elif adapters.base is not None and Path(adapters.base).name != Path(str(self.pretrained)).name:
+            rank_zero_warn(
+                f"lora.pretrained: {adapters.given} was trained over {adapters.base}, and pretrained is "
+                f"{self.pretrained}: right only if that has the same weights"
+            )
 
     @property
     @override

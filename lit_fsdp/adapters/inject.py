@@ -47,6 +47,11 @@ def add_adapters(model: nn.Module, lora: LoRA) -> None:
     """
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError("lora: the model is sharded already, and adapters would not be; add them before")
+    if lora.pretrained is not None:
+        raise ValueError(
+            f"lora.pretrained: got {lora.pretrained!r}: it is read by tasks for text and images, and by those that are "
+            "made of PretrainedTask; merge the adapters, and start from the merged model"
+        )
     lora.check(is_quantized=next(iterate_quantized(model), None) is not None)
     if lora.init_lora_weights not in KEEPS_BASE and any(not parameter.is_meta for parameter in model.parameters()):
         raise ValueError(

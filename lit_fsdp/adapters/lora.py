@@ -21,6 +21,8 @@ class LoRA:
     """Train low-rank additions to frozen weights (arXiv:2106.09685), with peft.
 
     Args:
+        pretrained: Adapters to start from: a folder of peft, as exports are, a name on the Hub, or a run of ours, over
+            the same model. All settings but ``dropout`` and ``dtype`` are theirs.
         r: Rank of the additions.
         alpha: They are multiplied by ``alpha / r``.
         dropout: Of the inputs of the additions.
@@ -43,6 +45,7 @@ class LoRA:
         dtype: Of the trained parameters and their optimizer state; computed with in the precision of the run.
     """
 
+    pretrained: str | None = None
     r: int = 16
     alpha: float = 32.0
     dropout: float = 0.0

@@ -140,12 +140,13 @@ def split_rows(begin: int, end: int, row_bytes: int) -> Iterator[tuple[int, int]
     return ((first, min(first + step, end)) for first in range(begin, end, step))
 
 
-def compute_fingerprint(folder: Path) -> str:
+def compute_fingerprint(folder: Path, file: str | None = None) -> str:
     """Return a digest that tells models apart: of names, shapes, dtypes and all values, however files divide them.
 
     Every file is read in full once; a digest of each tensor is kept in the cache folder until the file changes.
+    ``file`` is that of ``TensorFiles``.
     """
-    tensors = TensorFiles(folder).tensors
+    tensors = TensorFiles(folder, file).tensors
     found: dict[str, str] = {}
     for path in sorted({tensor.path for tensor in tensors.values()}):
         found |= _hash_once(path)

@@ -6,9 +6,7 @@ its small files, such as those of the tokenizer, are laid into the cache, where 
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +22,6 @@ from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.cache import build_once, get_cache_dir, make_key
 from lit_fsdp.checkpoint.reader import StoredCheckpoint, open_checkpoint, resolve_checkpoint
 from lit_fsdp.checkpoint.remote import RemotePath, locate
-from lit_fsdp.export.adapter import ADAPTER_FILE, name_for_peft
 from lit_fsdp.export.folder import ADAPTER_CONFIG, write_small_files
 from lit_fsdp.export.merge import open_base, read_lora, read_quantization
 from lit_fsdp.quantization.layers import quantize_model
@@ -32,34 +29,16 @@ from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.sharding.mixed_precision import MixedPrecision, cast_parameters
 from lit_fsdp.tasks.causal_lm.task import GENERATION, CausalLM
 from lit_fsdp.tasks.model_config import drop_quantization, load_config
+from lit_fsdp.tasks.stored_adapters import fill_adapters, naming, read_adapter_folder
 from lit_fsdp.tasks.text.tokenizer import load_tokenizer
 from lit_fsdp.tasks.text_model import build_model
 from lit_fsdp.weights.base_weights import BASE, LORA, fetch_base, fetch_pretrained, get_pretrained_folder
 from lit_fsdp.weights.load import init_unstored, load_weights, materialize
 from lit_fsdp.weights.prequantized import read_quantization as read_stored_quantization
-from lit_fsdp.weights.safetensors_io import TensorFiles
-from lit_fsdp.weights.shard_writer import ShardWriter
 
 Attention = Literal["sdpa", "eager", "flash_attention_2"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
-# Of peft's settings of an adapter, those that ours have, those that change nothing of what it computes, and what
-# others may be. One that is not here may only be empty.
-_SAME = (
-    *("r", "target_modules", "target_parameters", "exclude_modules", "modules_to_save"),
-    *("use_rslora", "use_dora", "rank_pattern"),
-)
-_NO_MATTER = (
-    *("base_model_name_or_path", "revision", "task_type", "auto_mapping", "peft_version", "parent_library"),
-    *("inference_mode", "runtime_config", "lora_alpha", "alpha_pattern", "lora_dropout", "eva_config"),
-    *("megatron_core", "qalora_group_size", "loftq_config"),  # each of a setting that would be refused
-    "fan_in_fan_out",  # of Conv1D, which the layer itself knows
-)
 _ANSWER_NOTHING = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
-_ALLOWED: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "bias": ("none",),
-    "init_lora_weights": (True, "gaussian", "orthogonal", "eva"),  # others change the base when peft loads them
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,22 +154,17 @@ def _open_checkpoint(given: str, path: Path | RemotePath, base: str | None) -> M
 
 
 def _open_adapter(given: str, folder: Path, base: str | None) -> ModelSource:
-    path = folder / ADAPTER_CONFIG
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-        lora = _read_peft(settings)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"model: {path}: {error}: expected adapters of LoRA, as export writes them") from error
+    with naming("model"):
+        stored = read_adapter_folder(folder)
     # Ours, and those of stock peft where they say it.
-    if (folder / "classes.json").is_file() or settings.get("task_type") in _ANSWER_NOTHING:
+    if (folder / "classes.json").is_file() or stored.task_type in _ANSWER_NOTHING:
         raise ValueError(
             f"model: {given} holds adapters of a classifier, which answers nothing: expected those of a causal "
             "language model, such as LlamaForCausalLM"
         )
-    recorded = settings.get("base_model_name_or_path")
-    if not (base or recorded):
-        raise ValueError(f"base: missing: {path} names no base model: expected its name or folder")
-    name = fetch_base(str(recorded), base)
+    if not (base or stored.base):
+        raise ValueError(f"base: missing: {folder / ADAPTER_CONFIG} names no base model: expected its name or folder")
+    name = fetch_base(str(stored.base), base)
     has_tokenizer = (folder / "tokenizer_config.json").is_file()
     return ModelSource(
         given=given,
@@ -198,23 +172,9 @@ def _open_adapter(given: str, folder: Path, base: str | None) -> ModelSource:
         tokenizer=str(folder) if has_tokenizer else name,
         pretrained=name,
         adapter=folder,
-        lora=lora,
+        lora=stored.lora,
         dtype=_read_dtype(load_config(name)),
     )
-
-
-def _read_peft(settings: Mapping[str, Any]) -> LoRA:
-    """Return the settings of an adapter in a folder of peft; refuse what ours would leave out in silence."""
-    for name, value in settings.items():
-        if value and name not in (*_SAME, *_NO_MATTER) and value not in _ALLOWED.get(name, ()):
-            raise ValueError(f"{name}: got {value!r}: not known here")
-    values = {name: settings[name] for name in _SAME if settings.get(name) is not None}
-    if "target_modules" not in values and values.get("target_parameters"):
-        values["target_modules"] = ()  # peft writes null for adapters of parameters alone
-    alphas = {"alpha": settings["lora_alpha"], "alpha_pattern": settings.get("alpha_pattern") or {}}
-    # What trained in full is excluded too, which would be said twice.
-    kept = [n for n in values.get("exclude_modules", ()) if n not in values.get("modules_to_save", ())]
-    return LoRA(**{**values, "exclude_modules": kept}, **alphas)
 
 
 def _read_dtype(config: PreTrainedConfig) -> DtypeName:
@@ -223,22 +183,6 @@ def _read_dtype(config: PreTrainedConfig) -> DtypeName:
 
 def _widest(found: set[str]) -> DtypeName:
     return next((name for name in ("bfloat16", "float16") if found == {name}), "float32")
-
-
-def fill_adapters(model: nn.Module, folder: Path) -> None:
-    """Read this rank's rows of all that was trained from a folder of peft.
-
-    Raises:
-        ValueError: It lacks some of it, or it has another shape.
-    """
-    with TensorFiles(folder, ADAPTER_FILE) as files, torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            stored, writer = name_for_peft(name), ShardWriter(parameter)
-            if stored not in files.tensors or tuple(files.tensors[stored].shape) != writer.shape:
-                raise ValueError(f"model: {folder / ADAPTER_FILE} has no {stored} of shape {writer.shape}")
-            writer.write(writer.begin, files.read_rows(stored, writer.begin, writer.end))
 
 
 def load_whole(source: ModelSource, *, dtype: DtypeName, attention: Attention, device: torch.device) -> PreTrainedModel:
@@ -270,13 +214,18 @@ def load_whole(source: ModelSource, *, dtype: DtypeName, attention: Attention, d
         load_weights(model, get_pretrained_folder(source.pretrained))
     else:
         init_unstored(model)
-    if source.adapter is not None:
-        fill_adapters(model, source.adapter)
+    _fill_adapters(model, source)
     if source.checkpoint is not None:
         _fill(model, source.checkpoint)
     if (generation := source.read_generation()) is not None:
         model.generation_config = generation
     return model.eval().requires_grad_(False)
+
+
+def _fill_adapters(model: nn.Module, source: ModelSource) -> None:
+    if source.adapter is not None and source.lora is not None:
+        with naming("model"):
+            fill_adapters(model, source.adapter, source.lora)
 
 
 def _fill(model: PreTrainedModel, stored: StoredCheckpoint) -> None:
@@ -337,8 +286,8 @@ class OpenedLM(CausalLM):
     @override
     def configure_weights(self) -> None:
         super().configure_weights()
-        if self.source.adapter is not None and self.model is not None:
-            fill_adapters(self.model, self.source.adapter)
+        assert self.model is not None
+        _fill_adapters(self.model, self.source)
 
 
 def open_tokenizer(source: ModelSource) -> Any:

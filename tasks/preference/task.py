@@ -137,12 +137,19 @@ class PreferenceTuning(CausalLM):
             raise ValueError(f"reference: got 'adapters': {obstacle}; set precomputed")
         if found == "model" and self.pretrained is None:
             raise ValueError("reference: got 'model': it is read from pretrained, which is not set; set precomputed")
+        if found == "model" and self.stored_adapters is not None:
+            raise ValueError(
+                "reference: got 'model': it is read from pretrained, without the adapters that training starts from; "
+                "set precomputed"
+            )
         return found
 
     def _find_obstacle(self) -> str | None:
         """Return why the model without its adapters is not the one that training starts from."""
         if self.lora is None:
             return "there are none without lora"
+        if self.stored_adapters is not None:
+            return f"training starts from those of {self.stored_adapters.given}"
         if self.lora.modules_to_save:
             return f"lora.modules_to_save trains {', '.join(self.lora.modules_to_save)} in place"
         if self.lora.init_lora_weights not in KEEPS_BASE:
@@ -265,6 +272,7 @@ class PreferenceTuning(CausalLM):
 
     def _identify_reference(self) -> dict[str, Any]:
         """Return what tells the model that training starts from, from others, as JSON."""
+        adapters = self.stored_adapters
         lora = None if self.lora is None or self._find_obstacle() is None else asdict(self.lora)
         if self.pretrained is not None:
             weights: Any = compute_fingerprint(get_pretrained_folder(self.pretrained))
@@ -274,6 +282,7 @@ class PreferenceTuning(CausalLM):
             "weights": weights,
             "quantization": None if self._given_quantization is None else asdict(self._given_quantization),
             "lora": lora,
+            **({} if adapters is None else {"adapters": adapters.compute_fingerprint()}),
             "precision": str(self.trainer.precision),
         }
 

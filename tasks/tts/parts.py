@@ -75,6 +75,11 @@ def check_adapters(lora: LoRA | None, quantization: Quantization | None) -> None
         quantization.check()
     if lora is None:
         return
+    if lora.pretrained is not None:
+        raise ValueError(
+            f"lora.pretrained: got {lora.pretrained!r}: speech starts from no adapters; export the run that trained "
+            "them, and set pretrained to its folder"
+        )
     lora.check(is_quantized=quantization is not None)
     if quantization is not None and lora.init_lora_weights not in KEEPS_BASE:
         raise ValueError(

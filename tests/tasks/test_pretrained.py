@@ -68,7 +68,7 @@ def test_gemma_4_takes_a_head_dim_that_only_some_of_its_layers_have() -> None:
 @pytest.mark.parametrize(
     ("file", "message"),
     [
-        ("adapter_config.json", "it holds adapters and no model: export the run that trained them with --merge true"),
+        ("adapter_config.json", "it holds adapters and no model: set pretrained to the model below them, and lora"),
         ("model.safetensors", "it has no config.json: expected a model's folder, such as `python -m lit_fsdp export`"),
     ],
 )
