@@ -24,7 +24,7 @@ from lit_fsdp.sharding.mesh import build_mesh
 from lit_fsdp.sharding.mixed_precision import cast_parameters, read_precision
 from lit_fsdp.sharding.parallelize import shard_module
 from lit_fsdp.sharding.settings import Settings
-from lit_fsdp.sharding.shard import no_sync, register_steps
+from lit_fsdp.sharding.shard import no_sync, register_steps, reshard
 from lit_fsdp.sharding.wrap import plan_module
 from lit_fsdp.weights.load import init_weights, materialize
 
@@ -134,6 +134,7 @@ def run_for_real(module: Any, settings: Settings, batch: Any, options: dict[str,
             with no_sync(*([module] if settings.sharding.no_sync and i + 1 < num else [])):  # type: ignore[list-item]
                 loss.backward()
             del loss
+        reshard(module)
         trace.begin_phase("optimizer")
         optimizer.step()
         optimizer.zero_grad()

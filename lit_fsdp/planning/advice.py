@@ -104,8 +104,9 @@ def _keep_result(now: Situation) -> Iterator[Suggestion]:
         )
     if reshard is not True and now.num_shards > 1:
         saved = now.gathered_bytes - 2 * now.largest_unit_bytes
+        both = "" if settings.sharding.reshard_after_backward else ", and reshard_after_backward: true"
         yield Suggestion(
-            setting=f"{strategy}.sharding.reshard_after_forward: true",
+            setting=f"{strategy}.sharding.reshard_after_forward: true{both}",
             saved_bytes=saved if reshard is False else saved // reshard,
             cost="one more all-gather of every unit in backward",
         )

@@ -94,7 +94,7 @@ def compare_layouts(trials: Trials, ranks: Ranks, hardware: Hardware, device_byt
 
     given = trials.settings
     accumulates = trials.estimate().num_micro_batches > 1
-    one = replace(given, mesh=Mesh(), sharding=replace(given.sharding, reshard_after_forward=True, no_sync=False))
+    one = replace(given, mesh=Mesh(), sharding=given.sharding.keep_least())
     alone = Ranks(num_nodes=1, per_node=1)
     found = [estimate(one, alone)]
     for settings in list_meshes(trials, ranks) if ranks.world_size > 1 else ():
@@ -174,10 +174,12 @@ def describe_layout(layout: Layout) -> dict[str, Any]:
 def _list_kept(settings: Settings, *, is_split: bool, accumulates: bool) -> Iterator[Settings]:
     """Yield settings by what is kept between uses: gathered parameters, and gradients over micro-batches."""
     given = settings.sharding
-    reshards = dict.fromkeys([given.reshard_after_forward, *([True, False] if is_split else [])])
+    freed = replace(given, reshard_after_forward=True, reshard_after_backward=True)
+    kept = replace(given, reshard_after_forward=False, reshard_after_backward=not accumulates)
+    shardings = dict.fromkeys([given, *([freed, kept] if is_split else [])])
     for holds in dict.fromkeys([given.no_sync, False, True]) if accumulates else [False]:
-        for value in reshards:
-            yield replace(settings, sharding=replace(given, reshard_after_forward=value, no_sync=holds))
+        for sharding in shardings:
+            yield replace(settings, sharding=replace(sharding, no_sync=holds))
 
 
 def _list_rounded(fastest: Trial, given: Settings) -> Iterator[Settings]:

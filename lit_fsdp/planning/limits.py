@@ -114,7 +114,7 @@ def list_frugal(trials: Trials) -> list[tuple[int, Settings]]:
     Each with the number of its step.
     """
     given = trials.settings
-    frugal = replace(given, sharding=replace(given.sharding, reshard_after_forward=True, no_sync=False))
+    frugal = replace(given, sharding=given.sharding.keep_least())
     recompute = given.activation_checkpointing
     has_blocks = any(unit.kind == "block" for unit in trials.estimate().model.units)
     if has_blocks:

@@ -156,7 +156,8 @@ def _list_single(trials: Trials) -> Iterator[tuple[int, Settings]]:
                 yield 0, replace(given, activation_checkpointing=other)
     if trials.ranks.resolve(given.mesh).num_shards > 1:
         value = given.sharding.reshard_after_forward is not True
-        yield 0, replace(given, sharding=replace(given.sharding, reshard_after_forward=value))
+        sharding = replace(given.sharding, reshard_after_forward=value, reshard_after_backward=True)
+        yield 0, replace(given, sharding=sharding)
     if trials.can_offload:
         yield 0, replace(given, cpu_offload=CPUOffload())
     for number, (_, changes) in enumerate(trials.steps):

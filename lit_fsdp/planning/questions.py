@@ -78,8 +78,7 @@ def find_other_machines(trials: Trials, hardware: Hardware, device_bytes: int) -
     given, ranks = trials.settings, trials.ranks
     if ranks.world_size == 1 or ranks.resolve(given.mesh).num_sharing > 1:
         return []
-    sharding = replace(given.sharding, reshard_after_forward=True, no_sync=False)
-    one = replace(given, mesh=Mesh(), sharding=sharding)
+    one = replace(given, mesh=Mesh(), sharding=given.sharding.keep_least())
     tried = [(one, Ranks(num_nodes=1, per_node=1))]
     if ranks.resolve(given.mesh).num_shards > 1:
         tried.append((replace(one, mesh=Mesh(replicate=-1, shard=1)), ranks))

@@ -40,6 +40,7 @@ class UnitBytes:
     gather_step: int  # of all its all-gathers in a step
     reduce_scatter_step: int  # of all its reduce-scatters
     all_reduce_step: int  # of all its all-reduces
+    num_gathers: int  # in a step; one rank has them too, as copies
 
 
 def estimate_collectives(
@@ -52,7 +53,8 @@ def estimate_collectives(
 ) -> Collectives:
     """Count the collectives of one optimizer step.
 
-    Each micro-batch gathers every unit for forward, and again for backward where it was resharded between. A head and
+    Each micro-batch gathers every unit for forward, and again for backward where it was resharded between; only the
+    first does where ``reshard_after_backward`` is false. A head and
     the root are not, see ``shard_model``, and neither are units that backward never reaches: frozen ones before the
     first trainable one. Embeddings are not either: their backward adds up rows, and reads no weight. An idle unit is
     never gathered. Activation checkpointing adds none: the recomputed forward runs while the unit is gathered for
@@ -67,7 +69,7 @@ def estimate_collectives(
     """
     calls = list(_count_calls(plan, sharding, num_shards, num_replicas, num_micro_batches))
     return Collectives(
-        gathers=sum(count.gathers for _, count in calls),
+        gathers=sum(count.gathers for _, count in calls) if num_shards > 1 else 0,
         reduce_scatters=sum(count.reduce_scatters for _, count in calls),
         all_reduces=sum(count.all_reduces for _, count in calls),
     )
@@ -106,12 +108,13 @@ def estimate_bytes(
         predicted.append(
             UnitBytes(
                 unit=label_unit(unit),
-                gather=gather if calls.gathers else 0,
+                gather=gather if calls.gathers and num_shards > 1 else 0,
                 reduce_scatter=scatter if calls.reduce_scatters else 0,
                 all_reduce=reduced // num_shards if calls.all_reduces else 0,
-                gather_step=gather * calls.gathers,
+                gather_step=gather * calls.gathers if num_shards > 1 else 0,
                 reduce_scatter_step=scatter * calls.reduce_scatters,
                 all_reduce_step=reduced // num_shards * calls.all_reduces,
+                num_gathers=calls.gathers,
             )
         )
     return predicted
@@ -140,7 +143,7 @@ def pad_numel(parameter: Tensor, num_shards: int) -> int:
 def _count_calls(
     plan: Sequence[Unit], sharding: Sharding, num_shards: int, num_replicas: int, num_micro_batches: int
 ) -> Iterator[tuple[Unit, Collectives]]:
-    """Yield every unit that has parameters, with its collectives in a step."""
+    """Yield every unit that has parameters, with its collectives in a step; gathers as if there were shards."""
     filled = [unit for unit in plan if unit.num_params]
     first = next((i for i, unit in enumerate(filled) if unit.num_trainable), len(filled))
     for i, unit in enumerate(filled):
@@ -150,7 +153,7 @@ def _count_calls(
         yield (
             unit,
             Collectives(
-                gathers=gathers * num_micro_batches if num_shards > 1 else 0,
+                gathers=gathers * (num_micro_batches if sharding.reshard_after_backward else 1),
                 reduce_scatters=reductions if num_shards > 1 else 0,
                 all_reduces=reductions if num_replicas > 1 else 0,
             ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 from weakref import WeakSet
 
@@ -50,6 +50,9 @@ class Sharding:
             backward. ``false`` keeps them (gradients and optimizer state stay sharded): one gather less per unit,
             for all parameters in memory. A number keeps them split over that many ranks, such as those of one
             node.
+        reshard_after_backward: ``false`` keeps them after backward too, until the optimizer steps: each unit is
+            gathered once in a step, not once in each micro-batch, and steps may differentiate inside. Needs
+            ``reshard_after_forward: false``, and hardly more memory than that.
         forward_prefetch: How many units ahead to gather in forward, explicitly. 0 leaves it to the order in
             which the host issues them.
         backward_prefetch: The same in backward, 1 or more. Each unit ahead is held gathered.
@@ -65,6 +68,7 @@ class Sharding:
     """
 
     reshard_after_forward: bool | int = True
+    reshard_after_backward: bool = True
     forward_prefetch: int = 0
     backward_prefetch: int = 1
     reduce_scatter_max_input_buffers: int = 1
@@ -81,6 +85,11 @@ class Sharding:
             raise ValueError(
                 f"sharding.reshard_after_forward: got {size}: it must divide the {num_shards} shards and be "
                 f"neither 1 nor all of them: expected {near}"
+            )
+        if not self.reshard_after_backward and size is not False:
+            raise ValueError(
+                f"sharding.reshard_after_backward: got false with reshard_after_forward {str(size).lower()}: what is "
+                "freed after forward is gathered again; set reshard_after_forward to false too"
             )
         if self.forward_prefetch < 0:
             raise ValueError(f"sharding.forward_prefetch: got {self.forward_prefetch}: expected 0 or more")
@@ -100,6 +109,10 @@ class Sharding:
                 f"sharding.gather_bits: got {self.gather_bits} with reshard_after_forward {size}: backward would "
                 "gather rounded weights, and round them once more; set reshard_after_forward to true or false"
             )
+
+    def keep_least(self) -> Sharding:
+        """Return the same with nothing kept between uses that another way would free."""
+        return replace(self, reshard_after_forward=True, reshard_after_backward=True, no_sync=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,6 +226,7 @@ def shard_model(
         fully_shard(members, reshard_after_forward=reshard, **options)
         for member in cast(list[FSDPModule], members):
             member.set_reduce_scatter_max_input_buffers(sharding.reduce_scatter_max_input_buffers, recurse=False)
+            member.set_reshard_after_backward(sharding.reshard_after_backward, recurse=False)
             if not is_gathered_again(unit, sharding) and not unit.is_read_in_backward:
                 member.set_unshard_in_backward(False)
         # The modules of a unit share what they gather and reduce with.

@@ -621,7 +621,13 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
     ) -> Any:
         if self._rank_paths is not None:
             closure = self._rank_paths.compare_after(closure, self._module.trainer.global_step + 1)
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+
+        def compute_gradients() -> Any:
+            result = closure()
+            self._reshard(optimizer)  # what backward has left gathered: clipping and the step need none of it
+            return result
+
+        result = super().optimizer_step(optimizer, compute_gradients, model, **kwargs)
         # What a forward after backward has gathered, such as that of a hook, is old by now.
         self._reshard(optimizer)
         return result

@@ -121,9 +121,11 @@ def count_and_compare(
             assert step.add_up(kind).calls == counts[kind]
 
 
+KEPT = Sharding(reshard_after_forward=False, reshard_after_backward=False, no_sync=True)
 CASES: dict[str, tuple[dict[str, Any], int, int, int]] = {
     "full": ({}, 1, 2, 1),
     "grad_op": ({"sharding": Sharding(reshard_after_forward=False)}, 1, 2, 1),
+    "kept until the step": ({"sharding": KEPT}, 3, 2, 1),
     "fewer bits": ({"sharding": Sharding(gather_bits=8, reduce_bits=8)}, 1, 2, 1),
     "accumulate with comm": ({}, 3, 2, 1),
     "accumulate without comm": ({"sharding": Sharding(no_sync=True)}, 3, 2, 1),

@@ -96,6 +96,19 @@ def test_sharded_training_equals_one_device(
     assert max(differences.values()) <= TOLERANCE, differences
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(("model", "world_size", "is_held"), [("tied", 2, False), ("uneven", 1, True)])
+def test_weights_that_stay_gathered_until_the_step_train_as_one_device(
+    model: str, world_size: int, is_held: bool, models: dict[str, tuple[Path, Result]], tmp_path: Path
+) -> None:
+    folder, truth = models[model]
+    kept = Sharding(reshard_after_forward=False, reshard_after_backward=False, no_sync=is_held)
+    strategy = {"sharding": kept, "cpu_offload": CPUOffload() if world_size == 1 else None}
+    result = train_sharded(folder, tmp_path, world_size=world_size, strategy=strategy, accumulate_grad_batches=2)
+    differences = list_differences(result, truth)
+    assert max(differences.values()) <= TOLERANCE, differences
+
+
 def test_one_rank_equals_one_device(models: dict[str, tuple[Path, Result]], tmp_path: Path) -> None:
     folder, truth = models["even"]
     differences = list_differences(train_sharded(folder, tmp_path, world_size=1, strategy={}), truth)

@@ -650,6 +650,44 @@ def test_what_a_forward_without_a_backward_has_gathered_hides_no_step_and_no_cha
     compare(build, tmp_path)
 
 
+class Differentiated(Plain):
+    """Differentiates inside of a step: a penalty on gradients, on the weights of blocks, or an attack on its inputs."""
+
+    def __init__(self, kind: str, is_by_hand: bool) -> None:
+        super().__init__()
+        self.kind, self.automatic_optimization = kind, not is_by_hand
+
+    def compute_loss(self, x: Tensor) -> Tensor:
+        x.requires_grad_()
+        out = self.net(x)
+        if self.kind == "penalty on weights":
+            return out.square().mean() + 0.1 * sum(p.square().sum() for p in self.net.parameters())
+        if self.kind == "penalty on gradients":
+            (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            return out.mean() + (gradient.norm(dim=1) - 1).square().mean()
+        (gradient,) = torch.autograd.grad(out.square().mean(), x)
+        return self.net((x + 0.1 * gradient.sign()).detach()).square().mean()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss = self.compute_loss(batch["x"])
+        if self.automatic_optimization:
+            return loss
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return None
+
+
+@pytest.mark.full(after=1)
+@pytest.mark.parametrize("is_by_hand", [False, True], ids=["automatic", "by hand"])
+@pytest.mark.parametrize("kind", ["penalty on gradients", "penalty on weights", "attack on inputs"])
+def test_steps_differentiate_inside_where_gathered_weights_stay(kind: str, is_by_hand: bool, tmp_path: Path) -> None:
+    kept = Sharding(reshard_after_forward=False, reshard_after_backward=False)
+    strategy = {"sharding": kept, "wrap": Wrap(module_classes=["Linear"])}
+    compare(partial(Differentiated, kind, is_by_hand), tmp_path, strategy=strategy)
+
+
 class Whole(Plain):
     """Has a whole number for a parameter, which trains nothing."""
 

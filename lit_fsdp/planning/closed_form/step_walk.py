@@ -130,6 +130,8 @@ class Walk:
             self._is_reducing = not self.settings.sharding.no_sync or i + 1 == num
             self._run_forward()
             self._run_backward()
+        self._free("gathered", sum(self.units[index].gathered for index in self._gathered))
+        self._gathered.clear()
         self._enter("optimizer", OUTSIDE)
 
     def add_temporary(self, kind: Kind, num_bytes: int) -> None:
@@ -414,7 +416,8 @@ class Walk:
         unit = self.units[index]
         names = [name for name in self._unreduced if self.owners.get(name) == index]
         self._enter("backward", f"{unit.label}, reduced" if self._is_reducing else unit.label)
-        self._reshard(index)
+        if self.settings.sharding.reshard_after_backward:
+            self._reshard(index)
         if not self._is_reducing:
             self._hold(index, names)
             return
@@ -459,7 +462,7 @@ class Walk:
         for index in sorted(self._pending):
             self._free("communication", self.units[index].gathered)
         self._pending.clear()
-        for index in sorted(self._gathered):
+        for index in sorted(self._gathered) if self.settings.sharding.reshard_after_backward else ():
             self._reshard(index)
         self._free("communication", sum(self._out_buffers))
         self._out_buffers.clear()

@@ -266,6 +266,8 @@ class UnitTimes:
         copy_up: From host memory, before each gather.
         copy_down: Of gradients, after each reduction.
         num_reductions: In how many micro-batches of a step its gradients are reduced.
+        num_gathers: In how many it is gathered for forward.
+        is_regathered: Whether backward gathers it again.
     """
 
     share: float
@@ -276,11 +278,8 @@ class UnitTimes:
     copy_up: float
     copy_down: float
     num_reductions: int
-
-    @property
-    def is_regathered(self) -> bool:
-        """Whether backward gathers it again."""
-        return self.regather > 0
+    num_gathers: int
+    is_regathered: bool
 
     @property
     def forward(self) -> float:
@@ -290,7 +289,7 @@ class UnitTimes:
     @property
     def before_backward(self) -> float:
         """All that has to be done before its backward."""
-        return self.copy_up * self.is_regathered + self.regather
+        return (self.copy_up + self.regather) * self.is_regathered
 
 
 def estimate_time(work: Workload, machine: Machine) -> StepTime:
@@ -349,7 +348,7 @@ def time_units(work: Workload, machine: Machine) -> list[UnitTimes]:
     if work.reduce_bits is not None:
         time_reduction = partial(time_low_bit, "reduce_bits_16" if work.reduce_bits == 16 else "reduce_bits_8")
     for unit, size in zip(filled, work.units, strict=True):
-        is_regathered = size.gather > 0 and size.gather_step // size.gather > work.num_micro_batches
+        is_regathered = size.num_gathers > work.num_micro_batches
         # Without shards, or without replicas, one of the two is 0.
         once, step = max((size.reduce_scatter, size.reduce_scatter_step), (size.all_reduce, size.all_reduce_step))
         grads = size.reduce_scatter / shard.num_ranks / _HOST_COPY_GB_S / 1e9
@@ -357,12 +356,14 @@ def time_units(work: Workload, machine: Machine) -> list[UnitTimes]:
             UnitTimes(
                 share=0.0 if unit.kind in ("embedding", "idle") else unit.num_params / num_computed,
                 gather=time_gather(size.gather, shard, links),
-                regather=time_gather(size.gather, regather, links) if is_regathered else 0.0,
+                regather=time_gather(size.gather, regather, links),
                 reduce_scatter=time_reduction(size.reduce_scatter, shard, links),
                 all_reduce=time_collective("all_reduce", size.all_reduce, replica, links),
                 copy_up=0.0 if unit.kind == "idle" else copied * unit.num_params,
                 copy_down=grads if work.offloaded_bytes else 0.0,
                 num_reductions=step // once if once else 0,
+                num_gathers=size.num_gathers - is_regathered * work.num_micro_batches,
+                is_regathered=is_regathered,
             )
         )
     order = sorted(range(len(filled)), key=lambda i: filled[i].kind != "root")
@@ -383,7 +384,7 @@ def compute_waits(
     """
     forward, backward = (compute * share / num_micro_batches for share in (forward_share, 1 - forward_share))
     num_reductions = max((unit.num_reductions for unit in times), default=0)
-    total = num_micro_batches * _wait_in_forward(times, forward)
+    total = max((unit.num_gathers for unit in times), default=0) * _wait_in_forward(times, forward)
     total += num_reductions * _wait_in_backward(times, backward, num_reduce_buffers)
     return total + (num_micro_batches - num_reductions) * _wait_in_backward(times, backward)
 
@@ -428,13 +429,13 @@ def _time_compute(work: Workload, machine: Machine) -> float:
 
 def _sum_kinds(times: Sequence[UnitTimes], num_micro_batches: int) -> dict[str, float]:
     """Return the seconds of a step in each kind of communication."""
-    n = num_micro_batches
+    again = {unit: num_micro_batches * unit.is_regathered for unit in times}
     sums = {
-        "all_gather": sum(n * (unit.gather + unit.regather) for unit in times),
+        "all_gather": sum(unit.num_gathers * unit.gather + again[unit] * unit.regather for unit in times),
         "reduce_scatter": sum(unit.num_reductions * unit.reduce_scatter for unit in times),
         "all_reduce": sum(unit.num_reductions * unit.all_reduce for unit in times),
         "host_copy": sum(
-            n * (1 + unit.is_regathered) * unit.copy_up + unit.num_reductions * unit.copy_down for unit in times
+            (unit.num_gathers + again[unit]) * unit.copy_up + unit.num_reductions * unit.copy_down for unit in times
         ),
     }
     return {kind: seconds for kind, seconds in sums.items() if seconds}

@@ -39,7 +39,7 @@ from lit_fsdp.sharding.mixed_precision import MixedPrecision
 from lit_fsdp.sharding.parallelize import shard_module
 from lit_fsdp.sharding.sequence import watch_exchanges
 from lit_fsdp.sharding.settings import Settings
-from lit_fsdp.sharding.shard import find_roots, no_sync, register_steps
+from lit_fsdp.sharding.shard import find_roots, no_sync, register_steps, reshard
 from lit_fsdp.weights.load import materialize
 
 _DEVICE = torch.device("cpu")  # where fake tensors say they are: torch cannot fake a GPU without CUDA
@@ -251,6 +251,7 @@ def _run_step(
         with no_sync(*(find_roots(module) if is_held and i + 1 < num_micro_batches else [])):
             loss.backward()
         del loss
+    reshard(module)
     begin_phase("optimizer")
     if clip is not None:
         clip_grad_norm(module.parameters(), clip)

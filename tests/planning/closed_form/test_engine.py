@@ -31,6 +31,10 @@ def count_states(estimate: StepEstimate) -> float:
     return sum(by_kind[kind] for kind in ("parameters", "optimizer_state", "gradients")) / 1e9  # type: ignore[index]
 
 
+KEPT: dict[str, Any] = {
+    "num_micro_batches": 3,
+    "sharding": Sharding(reshard_after_forward=False, reshard_after_backward=False),
+}
 # Shapes that no rule was fitted to.
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"num_key_value_heads": 2}, {"world_size": 4, "precision": "bf16-mixed", "rows": 2, "length": 192}),
@@ -149,9 +153,11 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
             "sharding": Sharding(gather_bits=8, reduce_bits=8),
         },
     ),
+    ({"num_hidden_layers": 4}, {**KEPT, "world_size": 2, "length": 96, "precision": "bf16-mixed"}),
+    ({"num_hidden_layers": 4}, {**KEPT, "rows": 2, "length": 256, "cpu_offload": CPUOffload()}),
     ({"hidden_size": 384}, {"world_size": 4, "length": 64, "sharding": Sharding(reduce_bits=16)}),
 ]
-QUICK = (0, 8, 10, 13, -2, -1)  # run by default
+QUICK = (0, 8, 10, 13, -3, -2, -1)  # run by default
 
 
 @pytest.mark.full(after=1)

@@ -78,6 +78,7 @@ def count_units(plan: list[Unit], *, n: int = 1, reshard: bool = True, held: boo
                 gather_step=2 * size * gathers,
                 reduce_scatter_step=4 * size * (1 if held else n),
                 all_reduce_step=0,
+                num_gathers=gathers,
             )
         )
     return units
@@ -191,6 +192,8 @@ def make_times(count: int, *, gather: float, reduce: float, num_reductions: int 
         copy_up=0.0,
         copy_down=0.0,
         num_reductions=num_reductions,
+        num_gathers=1,
+        is_regathered=True,
     )
     return [unit] * count
 

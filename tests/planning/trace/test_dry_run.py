@@ -115,6 +115,11 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ),
     ({}, {"mesh": Mesh(replicate=2)}, {}),
     ({}, {"sharding": Sharding(reshard_after_forward=False, no_sync=True)}, {"num_micro_batches": 2}),
+    (
+        {},
+        {"sharding": Sharding(reshard_after_forward=False, reshard_after_backward=False)},
+        {"num_micro_batches": 3, "dtypes": BF16},
+    ),
     ({}, {"sharding": Sharding(gather_bits=8, reduce_bits=8)}, {"dtypes": BF16}),
     ({"lora": True}, {"sharding": Sharding(reduce_bits=16), "mesh": Mesh(replicate=2)}, {}),
     ({}, {}, {"packed": True}),
