@@ -44,7 +44,7 @@ from lit_fsdp.sharding.mesh import Mesh, build_mesh
 from lit_fsdp.sharding.mixed_precision import MixedPrecision, cast_parameters
 from lit_fsdp.sharding.parallelize import shard_module
 from lit_fsdp.sharding.settings import Settings
-from lit_fsdp.sharding.shard import Sharding, no_sync
+from lit_fsdp.sharding.shard import Sharding, no_sync, reshard
 from lit_fsdp.sharding.wrap import Unit, plan_module
 
 ROOT = Path(__file__).parent.parent
@@ -85,6 +85,10 @@ SETTINGS = {
     ),
     "4 micro-batches": Setting(num_micro_batches=4),
     "4 micro-batches, `no_sync`": Setting(settings=Settings(sharding=Sharding(no_sync=True)), num_micro_batches=4),
+    "the same, `reshard_after_backward: false`": Setting(
+        settings=Settings(sharding=Sharding(reshard_after_forward=False, reshard_after_backward=False, no_sync=True)),
+        num_micro_batches=4,
+    ),
 }
 
 
@@ -177,6 +181,7 @@ def run_step(model: nn.Module, setting: Setting, batch: torch.Tensor) -> None:
         is_held = setting.settings.sharding.no_sync and i + 1 < setting.num_micro_batches
         with no_sync(model) if is_held else nullcontext():  # type: ignore[arg-type]
             model(input_ids=batch, labels=batch, use_cache=False).loss.backward()
+    reshard(model)
     model.zero_grad()
 
 
@@ -325,7 +330,7 @@ def make_plan_table(summary: dict[str, Any]) -> list[str]:
         pair = [[row[key] for row in rows.values()] for key in ("step_s", "planned_s")]
         single = [name for name in rows if SETTINGS[name].num_micro_batches == 1]
         best = [min(single, key=lambda name, key=key: rows[name][key]) for key in ("step_s", "planned_s")]  # type: ignore[misc]
-        summed, held = (rows[name] for name in rows if name not in single)
+        summed, held, *_ = (rows[name] for name in rows if name not in single)
         saved = [f"{100 * (1 - held[key] / summed[key]):.0f} %" for key in ("step_s", "planned_s")]
         cells = [f"{correlate_ranks(*pair):.2f}", *best, *saved]
         lines.append(f"| {rate} | {' | '.join(cells)} |")

@@ -27,10 +27,12 @@ from typing import Any
 from quick_draws import draw_quickly
 from stock_adapters import SHAPES
 
-VARIANTS = {
-    "no offload": None,
-    "cpu_offload: {}": {},
-    "cpu_offload: {overlap_optimizer: true}": {"overlap_optimizer": True},
+KEPT = {"reshard_after_forward": False, "reshard_after_backward": False, "no_sync": True}  # copied once a step
+VARIANTS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
+    "no offload": (None, {}),
+    "cpu_offload: {}": ({}, {}),
+    "cpu_offload: {overlap_optimizer: true}": ({"overlap_optimizer": True}, {}),
+    "the same, reshard_after_backward: false, no_sync: true": ({"overlap_optimizer": True}, KEPT),
 }
 WARM_UP = 3  # steps: state of the optimizer, pinned memory
 MAX_DIFFERENCE = 2**-8  # of losses on a GPU, relative
@@ -43,7 +45,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     import torch
     from torch.utils.data import DataLoader
 
-    from lit_fsdp import ActivationCheckpointing, CPUOffload, FSDP2Strategy
+    from lit_fsdp import ActivationCheckpointing, CPUOffload, FSDP2Strategy, Sharding
     from lit_fsdp.tasks import CausalLM, LRSchedule
 
     is_cuda = args.device == "cuda"
@@ -67,11 +69,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 self.ends_s.append(time.perf_counter())
 
     pl.seed_everything(0, verbose=False)
-    offload = VARIANTS[args.variant]
+    offload, sharding = VARIANTS[args.variant]
     strategy = FSDP2Strategy(
         print_plan=False,
         activation_checkpointing=ActivationCheckpointing(mode="full"),
         cpu_offload=None if offload is None else CPUOffload(**offload),
+        sharding=Sharding(**sharding),
     )
     watch = Watch()
     trainer = pl.Trainer(
