@@ -29,6 +29,7 @@ from lit_fsdp.profiling.memory import KINDS, Kind, is_on, iterate_states, measur
 from lit_fsdp.redaction import redact
 from lit_fsdp.reporting.lost_logs import outlive_lost_log
 from lit_fsdp.reporting.metrics import find_run_folder
+from lit_fsdp.strategy.data_module import get_data_module
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 from lit_fsdp.strategy.launcher import outlive_children
 
@@ -222,7 +223,7 @@ def _assess(
         micro_batch_size=rows.pop() if len(rows) == 1 else 0,
         can_add_adapters=_is_unset(module, "lora"),
         can_quantize=_is_unset(module, "quantization"),
-        has_seq_length=hasattr(getattr(module.trainer, "datamodule", None), "seq_length"),
+        has_seq_length=hasattr(get_data_module(module.trainer), "seq_length"),
         has_optimizer_name=hasattr(module, "optimizer_settings"),
         is_gpu=strategy.root_device.type == "cuda",
     )

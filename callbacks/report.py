@@ -32,6 +32,7 @@ from lit_fsdp.reporting.metrics import (
 from lit_fsdp.reporting.report_files import HTML, Report, draw_section, draw_sections, make_plain, write_report
 from lit_fsdp.reporting.sections import Section
 from lit_fsdp.reporting.step_callback import StepCallback
+from lit_fsdp.strategy.data_module import get_data_module
 from lit_fsdp.strategy.launcher import outlive_children
 from lit_fsdp.strategy.lightning_internals import read_logged
 
@@ -188,7 +189,7 @@ class RunReport(StepCallback):
         config = run_facts.read_config(trainer, self._folder)
         checkpoints = run_facts.describe_checkpoints(trainer, self._folder, since=self._start_time.timestamp())
         curves = make_curves_section(self._history)
-        data: Any = getattr(trainer, "datamodule", None)
+        data = get_data_module(trainer)
         callbacks = [c for c in trainer.callbacks if c is not self]  # type: ignore[attr-defined]
         others = draw_sections([*callbacks, trainer.lightning_module, data], self._folder)
         text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=100)

@@ -18,6 +18,7 @@ from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.quantization.quantize import Quantization
+from lit_fsdp.strategy.data_module import get_data_module
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 from lit_fsdp.strategy.lightning_strategies import call_in_forward
 from lit_fsdp.tasks.attention import (
@@ -115,12 +116,12 @@ class TextTask(PretrainedTask):
     def setup(self, stage: str) -> None:
         super().setup(stage)
         self._check_attention()
-        check_data(self.read_config(), getattr(self.trainer, "datamodule", None), self.kind)
+        check_data(self.read_config(), get_data_module(self.trainer), self.kind)
 
     @override
     def build_model(self, config: PreTrainedConfig) -> PreTrainedModel:
         model = build_model(config, self.attention, self.kind)
-        check_positions(model, getattr(self.trainer, "datamodule", None))
+        check_positions(model, get_data_module(self.trainer))
         strategy = self.trainer.strategy
         compile_settings = strategy.settings.compile if isinstance(strategy, FSDP2Strategy) else None
         name = choose_attention(
@@ -142,7 +143,7 @@ class TextTask(PretrainedTask):
 
     @property
     def _is_packed(self) -> bool:
-        return bool(getattr(getattr(self.trainer, "datamodule", None), "packing", False))
+        return bool(getattr(get_data_module(self.trainer), "packing", False))
 
     def _check_attention(self) -> None:
         """Refuse an implementation that is not there, or would do nothing."""
@@ -154,7 +155,7 @@ class TextTask(PretrainedTask):
             )
         if self.attention == "flex_attention" and self.trainer.strategy.root_device.type == "cpu":
             raise ValueError("attention: got 'flex_attention': torch trains with it on GPUs only; set auto")
-        data = getattr(self.trainer, "datamodule", None)
+        data = get_data_module(self.trainer)
         if self.attention == VARLEN and isinstance(data, TaskData) and not self._is_packed:
             raise ValueError(
                 f"attention: got {VARLEN!r}: it is for packed rows, and {type(data).__name__} has none here; set auto, "
@@ -217,13 +218,12 @@ class TextTask(PretrainedTask):
     @property
     def has_tokenizer(self) -> bool:
         """Whether the data has a tokenizer."""
-        return hasattr(getattr(self.trainer, "datamodule", None), "tokenizer")
+        return hasattr(get_data_module(self.trainer), "tokenizer")
 
     @override
     def collect_export_files(self, model: PreTrainedModel, **changes: Any) -> dict[str, str | bytes]:
         """Return the same with the tokenizer, if the data has one."""
         files = super().collect_export_files(model, **changes)
         if self.has_tokenizer:
-            data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-            files |= read_tokenizer_files(data.tokenizer)
+            files |= read_tokenizer_files(get_data_module(self.trainer).tokenizer)
         return files

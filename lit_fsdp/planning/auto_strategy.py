@@ -32,6 +32,7 @@ from lit_fsdp.profiling.device_memory import count_usable_bytes, read_card
 from lit_fsdp.sharding.mesh import gather_objects
 from lit_fsdp.sharding.mixed_precision import cast_parameters
 from lit_fsdp.sharding.shard import find_roots
+from lit_fsdp.strategy.data_module import get_data_module
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy, get_used_settings
 from lit_fsdp.strategy.trainer_settings import count_micro_batches
 
@@ -84,8 +85,7 @@ class AutoFSDP2Strategy(FSDP2Strategy):
 
     def _choose(self, module: pl.LightningModule) -> None:
         """Set ``settings``, the same on all ranks."""
-        trainer: Any = module.trainer
-        batch = make_example_batch(trainer.datamodule)
+        batch = make_example_batch(get_data_module(module.trainer))
         problem, reason = self._describe(module, batch)
         candidates: list[Candidate] = []
         try:

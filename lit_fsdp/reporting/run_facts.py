@@ -19,6 +19,7 @@ from lit_fsdp.quantization.layers import count_weights
 from lit_fsdp.redaction import hide_hosts, hide_paths, redact, shorten_path
 from lit_fsdp.reporting.sections import Section, Table
 from lit_fsdp.sharding.unit_table import COLUMNS, describe_sizes, list_rows
+from lit_fsdp.strategy.data_module import get_data_module
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 
 _MAX_MESSAGE = 1500  # characters of an error
@@ -46,7 +47,7 @@ def read_config(trainer: Trainer, folder: Path) -> dict[str, Any]:
         settings = {key: getattr(trainer, key) for key in _TRAINER_KEYS}
         config = {"trainer": _drop_null(Trainer, settings)}
         config["trainer"]["strategy"] = _describe_object(trainer.strategy, getattr(trainer.strategy, "settings", None))
-        for name, part in (("model", trainer.lightning_module), ("data", getattr(trainer, "datamodule", None))):
+        for name, part in (("model", trainer.lightning_module), ("data", get_data_module(trainer))):
             if part is not None:
                 config[name] = _describe_object(part, _drop_null(type(part), dict(part.hparams)))
     return hide_paths(redact(_simplify(config)))

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lit_fsdp.errors import join_names
 from lit_fsdp.reporting.lost_logs import outlive_lost_log
 from lit_fsdp.reporting.sections import Section, Table
+from lit_fsdp.strategy.data_module import get_data_module
 from lit_fsdp.strategy.lightning_strategies import call_in_forward
 from lit_fsdp.tasks.evaluation_mode import evaluation_mode
 from lit_fsdp.tasks.row_files import show_controls
@@ -95,7 +96,7 @@ class Samples:
                 limits = f"the model has {limit} places (max_position_embeddings)"
                 self._warn(step, f"prompt {number} has {len(row)} tokens, {limits}: not answered")
         numbers = [number for number, row in enumerate(rows) if len(row) < limit]
-        at_once = getattr(getattr(task.trainer, "datamodule", None), "eval_batch_size", None) or len(rows)
+        at_once = getattr(get_data_module(task.trainer), "eval_batch_size", None) or len(rows)
         for begin in range(0, len(numbers), at_once):
             part = numbers[begin : begin + at_once]
             room = limit - max(len(rows[number]) for number in part)

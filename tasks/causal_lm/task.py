@@ -18,6 +18,7 @@ from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.reporting.sections import Section
 from lit_fsdp.sharding.sequence import SequenceGroup
+from lit_fsdp.strategy.data_module import get_data_module
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 from lit_fsdp.strategy.lightning_strategies import call_in_forward
 from lit_fsdp.tasks.attention import Attention
@@ -140,7 +141,7 @@ class CausalLM(TextTask):
     @override
     def setup(self, stage: str) -> None:
         super().setup(stage)
-        data = getattr(self.trainer, "datamodule", None)
+        data = get_data_module(self.trainer)
         if hasattr(data, "given_problem") and type(self).compute_loss is CausalLM.compute_loss:
             raise ValueError(f"data: got {type(data).__name__}: its rows are labelled as a whole; set TextData")
         if self.samples.prompts and stage == "fit":
@@ -353,7 +354,6 @@ class CausalLM(TextTask):
 
     def get_tokenizer(self) -> Any:
         """Return the tokenizer of the data."""
-        data: Any = getattr(self.trainer, "datamodule", None)
         if not self.has_tokenizer:
             raise ValueError("sample_prompts: generating text needs data with a tokenizer, such as TextData")
-        return data.tokenizer
+        return get_data_module(self.trainer).tokenizer

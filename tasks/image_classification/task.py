@@ -18,6 +18,7 @@ from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.sharding.buffers import sync_buffers
 from lit_fsdp.strategy.batch_split import BatchPart
+from lit_fsdp.strategy.data_module import get_data_module
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 from lit_fsdp.tasks.classifier import Classifier, find_head, list_classes
 from lit_fsdp.tasks.image_classification.data import Batch
@@ -151,7 +152,7 @@ class ImageClassification(Classifier):
     @override
     def setup(self, stage: str) -> None:
         super().setup(stage)
-        self.class_names = list_classes(getattr(self.trainer, "datamodule", None), self.num_classes)
+        self.class_names = list_classes(get_data_module(self.trainer), self.num_classes)
 
     @override
     def configure_model(self) -> None:
@@ -177,7 +178,7 @@ class ImageClassification(Classifier):
         self.finish_model()
 
     def _get_preprocessing(self) -> Preprocessing | None:
-        return getattr(getattr(self.trainer, "datamodule", None), "preprocessing", None)
+        return getattr(get_data_module(self.trainer), "preprocessing", None)
 
     @override
     def read_config(self) -> PreTrainedConfig:

@@ -12,6 +12,7 @@ from typing_extensions import override
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.quantization.quantize import Quantization
+from lit_fsdp.strategy.data_module import get_data_module
 from lit_fsdp.tasks.lr_schedule import LRSchedule
 from lit_fsdp.tasks.masked_lm.masking import Masking, mask_batch
 from lit_fsdp.tasks.text.batches import IGNORED, Batch
@@ -99,7 +100,7 @@ class MaskedLM(TextTask):
     @override
     def setup(self, stage: str) -> None:
         super().setup(stage)
-        data: Any = getattr(self.trainer, "datamodule", None)
+        data = get_data_module(self.trainer)
         if not self.has_tokenizer:
             raise ValueError(
                 "data: it has no tokenizer, which has the mask token: expected TextData, or one with a tokenizer"
@@ -155,7 +156,7 @@ class MaskedLM(TextTask):
         if not self.training:
             return _EVALUATION
         # Of a stream, all passes are one epoch of Lightning; a small source of a mixture comes several times in one.
-        repeats = getattr(getattr(self.trainer, "datamodule", None), "repeats_rows", False)
+        repeats = getattr(get_data_module(self.trainer), "repeats_rows", False)
         return 1 + (self.trainer.global_step if repeats else self.trainer.current_epoch)
 
     def sum_losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -32,6 +32,7 @@ from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.sharding.mesh import gather_objects
 from lit_fsdp.sharding.shard import reshard
 from lit_fsdp.strategy.batch_split import BatchPart
+from lit_fsdp.strategy.data_module import get_data_module
 from lit_fsdp.strategy.lightning_internals import is_read_now
 from lit_fsdp.strategy.lightning_strategies import call_in_forward
 from lit_fsdp.tasks.causal_lm.chunked_loss import install_chunked_loss, list_chunked_losses
@@ -179,7 +180,7 @@ class PreferenceTuning(CausalLM):
     @override
     def setup(self, stage: str) -> None:
         super().setup(stage)
-        self._tell_data(getattr(self.trainer, "datamodule", None))
+        self._tell_data(get_data_module(self.trainer))
         splits: dict[str, Split] = {"validate": "validation", "test": "test"}
         if stage in splits:
             self._read_reference(splits[stage])
@@ -235,7 +236,7 @@ class PreferenceTuning(CausalLM):
 
     def _precompute(self, *splits: Split) -> None:
         """Give the data its log-probabilities by the model as training starts from it, computed or read."""
-        data = getattr(self.trainer, "datamodule", None)
+        data = get_data_module(self.trainer)
         if self.reference_source != "precomputed" or not isinstance(data, PreferenceData):
             return
         for split in splits:
@@ -259,7 +260,7 @@ class PreferenceTuning(CausalLM):
 
     def _read_reference(self, split: Split) -> None:
         """Give the data its log-probabilities, which a run has computed before."""
-        data = getattr(self.trainer, "datamodule", None)
+        data = get_data_module(self.trainer)
         if self.reference_source != "precomputed" or not isinstance(data, PreferenceData):
             return
         folder = data.locate_reference(split, **self._identify_reference())

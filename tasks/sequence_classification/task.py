@@ -16,6 +16,7 @@ from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.strategy.batch_split import BatchPart
+from lit_fsdp.strategy.data_module import get_data_module
 from lit_fsdp.tasks.classifier import Classifier, find_head, list_classes, name_classes
 from lit_fsdp.tasks.lr_schedule import LRSchedule
 from lit_fsdp.tasks.sequence_classification.labels import MULTI, REGRESSION, REWARD, SINGLE, ProblemType
@@ -118,7 +119,7 @@ class SequenceClassification(Classifier, TextTask):
 
     @override
     def setup(self, stage: str) -> None:
-        data: Any = getattr(self.trainer, "datamodule", None)
+        data = get_data_module(self.trainer)
         self._set_problem(data)
         super().setup(stage)
         if self.problem_type in (REGRESSION, REWARD):

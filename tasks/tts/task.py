@@ -24,6 +24,7 @@ from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.reporting.sections import Section
 from lit_fsdp.sharding.wrap import Unit, Wrap, plan_units
 from lit_fsdp.strategy.batch_split import BatchPart
+from lit_fsdp.strategy.data_module import get_data_module
 from lit_fsdp.tasks.base import Task
 from lit_fsdp.tasks.lr_schedule import LRSchedule
 from lit_fsdp.tasks.masks import keep_branches
@@ -385,14 +386,14 @@ class TextToSpeech(Task):
         super().on_save_checkpoint(checkpoint)
         if self.trainer.is_global_zero and self.model is not None:
             if self._files is None or (BASE in self._files and not knows_all_values(self._files[BASE])):
-                data = getattr(self.trainer, "datamodule", None)
+                data = get_data_module(self.trainer)
                 self._files = describe_run(self.read_config(), data, **self._origin)
             checkpoint.update(self._files)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        data: Any = getattr(self.trainer, "datamodule", None)
+        data = get_data_module(self.trainer)
         trained = data if self.trainer.state.fn == "fit" else None
         with refuse_other_forms():
             check_run(checkpoint, trained, **self._origin)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 from torch import Tensor
 
+from lit_fsdp.strategy.data_module import get_data_module
 from lit_fsdp.strategy.lightning_strategies import call_in_forward
 from lit_fsdp.strategy.shared_errors import try_on_all
 from lit_fsdp.tasks.evaluation_mode import evaluation_mode
@@ -43,7 +44,7 @@ class SpokenSamples:
         Args:
             task: In a run, with data that has ``pick_validation``.
         """
-        data: Any = getattr(task.trainer, "datamodule", None)
+        data = get_data_module(task.trainer)
         if not hasattr(data, "pick_validation"):
             raise RuntimeError("num_samples needs a data module with pick_validation, such as SpeechData")
         rows = data.pick_validation(self.num_rows)
