@@ -100,7 +100,7 @@ IMPORTS = {
     },
 }
 ATTRIBUTES = {
-    "jsonargparse": {"_actions", "_get", "_subcommand_parsers", "_typehint"},
+    "jsonargparse": {"_actions", "_subcommand_parsers", "_typehint"},
     "lightning": {
         "_attr_name",
         "_update_attr",

@@ -143,7 +143,7 @@ class GenerateCLI(TrainerCLI):
 
     @override
     def before_instantiate_classes(self) -> None:
-        self._get(self.config, "trainer")["logger"] = False
+        self.settings["trainer"]["logger"] = False
         super().before_instantiate_classes()
 
     @override

@@ -275,17 +275,17 @@ class PlanCLI(TrainerCLI):
 
     @override
     def before_instantiate_classes(self) -> None:
-        trainer = self._get(self.config, "trainer")
+        trainer = self.settings["trainer"]
         for name in _SPELLED_KEYS:  # options have become settings of model and data
-            if (value := self._get(self.config, name)) is not None:
+            if (value := self.settings.get(name)) is not None:
                 raise ConfigError(f"{name}: got {value}: an option of the command line, not a key of a file")
-        asked = {name: _list_counts(self._get(self.config, name), name) for name in ("devices", "nodes")}
+        asked = {name: _list_counts(self.settings.get(name), name) for name in ("devices", "nodes")}
         if not asked["devices"] and trainer["devices"] in (-1, "-1"):
             raise ConfigError(
                 "trainer.devices: got -1, all GPUs of a machine: a plan looks at none; add their number, such as "
                 "--devices 4"
             )
-        default = count_devices(trainer["devices"]) or self._get(self.config, "cpu_processes") or 1
+        default = count_devices(trainer["devices"]) or self.settings["cpu_processes"] or 1
         all_ranks = [
             Ranks(num_nodes=nodes, per_node=devices)
             for nodes in asked["nodes"] or [trainer["num_nodes"]]
@@ -306,7 +306,7 @@ class PlanCLI(TrainerCLI):
 
     def _can_have(self, ranks: Ranks) -> bool:
         """Whether a step is possible on these ranks with the mesh and the global batch that are configured."""
-        strategy, data = self._get(self.config, "trainer")["strategy"], self._get(self.config, "data")
+        strategy, data = self.settings["trainer"]["strategy"], self.settings.get("data")
         mesh = None if isinstance(strategy, str) else strategy.get("init_args.mesh")
         try:
             sizes = ranks.resolve(Mesh(**vars(mesh or Mesh())))
@@ -321,7 +321,7 @@ class PlanCLI(TrainerCLI):
         """Return the configuration as ``fit`` takes it on these ranks, without what is as by default."""
         assert self.subcommand is not None
         parser = self._subcommand_parsers[self.subcommand]
-        given = yaml.safe_load(parser.dump(self.config[self.subcommand], skip_default=True, skip_unset=False)) or {}
+        given = yaml.safe_load(parser.dump(self.settings, skip_default=True, skip_unset=False)) or {}
         for key, name, count in (("devices", "devices", ranks.per_node), ("nodes", "num_nodes", ranks.num_nodes)):
             if given.get(key) is not None:
                 given.setdefault("trainer", {})[name] = count

@@ -74,7 +74,7 @@ class PreviewCLI(TrainerCLI):
 
     @override
     def before_instantiate_classes(self) -> None:
-        trainer = self._get(self.config, "trainer")
+        trainer = self.settings["trainer"]
         # Nothing of a run that would write, connect or listen is built.
         trainer["callbacks"] = trainer["profiler"] = None
         trainer["logger"] = False

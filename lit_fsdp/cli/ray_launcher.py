@@ -35,7 +35,7 @@ class RayDriverCLI(TrainerCLI):
 
     @override
     def before_instantiate_classes(self) -> None:
-        trainer = self._get(self.config, "trainer")
+        trainer = self.settings["trainer"]
         if is_torchrun(os.environ):
             raise ConfigError("launcher: got 'ray' under torchrun, which has started ranks: start it with python")
         if (num_tasks := os.environ.get("SLURM_STEP_NUM_TASKS", "1")) != "1":
@@ -44,7 +44,7 @@ class RayDriverCLI(TrainerCLI):
                 "--ntasks=1"
             )
         names = ("num_workers", "max_failures", "resources_per_worker", "address", "cpu_processes")
-        given = {name: self._get(self.config, name) for name in names}
+        given = {name: self.settings.get(name) for name in names}
         numbers = {**given, "devices": trainer["devices"], "num_nodes": trainer["num_nodes"]}
         asked = count_asked(numbers, cpu_processes=given["cpu_processes"])
         self.workers = choose_workers(
@@ -64,7 +64,7 @@ class RayDriverCLI(TrainerCLI):
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        precision = self._get(self.config_init, "trainer")["precision"]
+        precision = self.config_init[self.subcommand]["trainer"]["precision"]
         if self.workers.has_gpus and precision in ("16-mixed", "16", 16):
             kwargs["precision"] = "bf16-mixed"  # only to build it here; the workers' GPUs have float16
         return super().instantiate_trainer(accelerator="cpu", **kwargs)
@@ -89,7 +89,7 @@ class RayDriverCLI(TrainerCLI):
             list_worker_args(self.given_args),
             self.workers,
             datasets,
-            max_failures=self._get(self.config, "max_failures"),
+            max_failures=self.settings["max_failures"],
             run_root=self.run_root,
         )
 

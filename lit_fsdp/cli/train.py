@@ -223,6 +223,11 @@ class TrainerCLI(LightningCLI):
             auto_configure_optimizers=False,
         )
 
+    @property
+    def settings(self) -> Any:
+        """The configuration of the command, of which nothing is built yet."""
+        return self.config[self.subcommand]
+
     @override
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         """Return only the one that runs: the parser of each takes a tenth of a second."""
@@ -276,10 +281,10 @@ class TrainerCLI(LightningCLI):
     @override
     def _set_seed(self) -> None:
         """Check numbers before Lightning says which seed it takes: a refusal shall be the only line."""
-        seed = self._get(self.config, "seed_everything")
+        seed = self.settings["seed_everything"]
         if not 0 <= seed < 2**32:
             raise ConfigError(f"seed_everything: got {seed}: expected 0 to {2**32 - 1}, or true for a random one")
-        trainer = self._get(self.config, "trainer")
+        trainer = self.settings["trainer"]
         try:
             check_numbers(trainer)
         except ValueError as error:
@@ -289,10 +294,10 @@ class TrainerCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Settle the number of processes, before anything is built."""
-        refuse_dropped_keys(self.config[self.subcommand], self.config_files, self.given_args)
-        refuse_left_out(self.config[self.subcommand])
+        refuse_dropped_keys(self.settings, self.config_files, self.given_args)
+        refuse_left_out(self.settings)
         self.refuse_launcher()
-        trainer = self._get(self.config, "trainer")
+        trainer = self.settings["trainer"]
         trainer["callbacks"] = _spell_enums(trainer["callbacks"])
         if trainer["accelerator"] == "cpu":
             # Of this process and the ranks it starts. Else peft, by bitsandbytes, and Lightning, by its sanity check,
@@ -305,7 +310,7 @@ class TrainerCLI(LightningCLI):
             self.devices, self.num_nodes = choose_processes(
                 trainer["devices"],
                 trainer["num_nodes"],
-                cpu_processes=self._get(self.config, "cpu_processes"),
+                cpu_processes=self.settings["cpu_processes"],
                 has_accelerator=has_accelerator,
                 environ=os.environ,
                 tasks=tasks,
@@ -322,8 +327,8 @@ class TrainerCLI(LightningCLI):
             if is_left_open and (idle := describe_idle(tasks, torch.accelerator.device_count())) is not None:
                 rank_zero_warn(idle)
         _check_strategy_name(trainer["strategy"])
-        model = self._get(self.config, "model")["class_path"].rsplit(".", 1)[-1]
-        name = self._get(self.config, "run_name")
+        model = self.settings["model"]["class_path"].rsplit(".", 1)[-1]
+        name = self.settings["run_name"]
         if name is None:
             name = self.config_files[0].stem if self.config_files else model
         if not is_plain_name(name):
@@ -336,7 +341,7 @@ class TrainerCLI(LightningCLI):
 
     def refuse_launcher(self) -> None:
         """Refuse keys of a launcher that this is not."""
-        refuse_ray_keys(self.config[self.subcommand])
+        refuse_ray_keys(self.settings)
 
     def instantiate_classes(self) -> None:
         """Build everything; an error of our own classes keeps its message and gains its YAML path."""
@@ -352,7 +357,7 @@ class TrainerCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the Trainer, with our loggers and callbacks where the configuration has none of the kind."""
-        settings = self._get(self.config_init, "trainer")
+        settings = self.config_init[self.subcommand]["trainer"]
         kwargs |= self.choose_parts(settings)
         try:
             refuse_null(self.trainer_class, vars(settings))
@@ -364,7 +369,7 @@ class TrainerCLI(LightningCLI):
                 raise
             raise ConfigError(self._name_trainer_setting(line)) from error
         guard_loggers(trainer)
-        if self._get(self.config_init, "verbosity") == "full" and isinstance(trainer.strategy, FSDP2Strategy):
+        if self.config_init[self.subcommand]["verbosity"] == "full" and isinstance(trainer.strategy, FSDP2Strategy):
             trainer.strategy.prints_plan = True
         return trainer
 
@@ -381,7 +386,7 @@ class TrainerCLI(LightningCLI):
         given = settings["callbacks"] or []
         given = list(given) if isinstance(given, list | tuple) else [given]
         keys = ("progress_bar", "run_summary", "monitoring", "verbosity")
-        options = {key: self._get(self.config_init, key) for key in keys}
+        options = {key: self.config_init[self.subcommand][key] for key in keys}
         if settings["barebones"]:  # in which Lightning has neither loggers nor callbacks of its own
             rank_zero_info("trainer.barebones: nothing is logged, saved, shown or monitored")
             return {"callbacks": given, "logger": settings["logger"]}
@@ -553,7 +558,7 @@ class TrainerCLI(LightningCLI):
         """Return what the ranks have to agree on: settings, versions, data, and the checkpoint that each has found."""
         path = self.config_init[self.subcommand].get("ckpt_path")
         start = str(path) if path == "hpc" else describe_start(_locate_checkpoint(path) if path else None)
-        settings = self.config[self.subcommand]
+        settings = self.settings
         found = list_versions(settings) | list_sources(settings, self.command)
         return choose_facts(settings) | found | {"ckpt_path": start}
 
@@ -622,7 +627,7 @@ class TrainerCLI(LightningCLI):
         name = re.match(r"\w+(?=(\[\d+\])?[.: ])", line)  # `train[0].weight: ...` too
         sections = [section for section in _SETTINGS if section.startswith(path) or path.startswith(section)]
         for section in [path, f"{path}.init_args", *sections] if path else sections:
-            settings = self._get(self.config, section)
+            settings = self.settings.get(section)
             if name is None or not isinstance(settings, Namespace) or name[0] not in settings:
                 continue
             # `train.jsonl line 3: ...` is about a file, not about the setting `train`.
@@ -633,7 +638,7 @@ class TrainerCLI(LightningCLI):
     def _name_trainer_setting(self, line: str) -> str:
         """Begin an error of the Trainer's with the setting that it speaks of: by name, else by what it quotes."""
         named = self._add_path(line, "trainer")
-        settings = {k: v for k, v in vars(self._get(self.config, "trainer")).items() if v not in (None, "auto")}
+        settings = {k: v for k, v in vars(self.settings["trainer"]).items() if v not in (None, "auto")}
         quoted = re.findall(r"'([^']+)'", line)
         known = [word for word in re.findall(r"\w+", line) if word in settings]
         known += [key for key, value in settings.items() for word in quoted if f"'{word}'" in repr(value)]
