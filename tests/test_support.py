@@ -26,7 +26,6 @@ IMPORTS = {
         "lightning.fabric.utilities.distributed._destroy_dist_connection",
         "lightning.fabric.utilities.distributed._init_dist_connection",
         "lightning.fabric.utilities.distributed._set_num_threads_if_needed",
-        "lightning.fabric.utilities.imports._IS_INTERACTIVE",
         "lightning.pytorch.cli._InstantiatorFn",
         "lightning.pytorch.core.optimizer._MockOptimizer",
         "lightning.pytorch.strategies.launchers.multiprocessing._MultiProcessingLauncher",
@@ -170,7 +169,7 @@ ATTRIBUTES = {
         *("_modules", "_non_persistent_buffers_set", "_parameters", "_post_accumulate_grad_hooks"),
         *("_record_memory_history", "_top_saved_tensors_default_hooks", "_type", "_version"),
     },
-    "torchmetrics": {"_computed", "_copy_state_dict", "_defaults", "_update_count"},
+    "torchmetrics": {"_computed", "_copy_state_dict", "_update_count"},
     "transformers": {
         *("_attn_implementation", "_experts_implementation", "_no_split_modules", "_supports_attention_backend"),
         *("_ignore_bidirectional_mask_sdpa", "_ignore_causal_mask_sdpa"),

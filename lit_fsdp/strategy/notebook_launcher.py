@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,6 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 
@@ -26,7 +26,7 @@ _TRAINED: WeakSet[LightningModule] = WeakSet()  # in ranks that have ended
 
 def is_notebook() -> bool:
     """Whether a user waits for this process, which cannot be started again for each rank as a script can."""
-    return bool(_IS_INTERACTIVE)
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive)  # as Lightning asks
 
 
 class NotebookLauncher(_MultiProcessingLauncher):

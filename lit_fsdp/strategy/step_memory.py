@@ -84,14 +84,14 @@ class StepMemory:
         return find
 
     def _watch_metrics(self) -> Changes:
-        # Private, seen in torchmetrics 1.9: how often a metric was updated, and a copy of its state.
-        before = [(m, m._update_count, m._copy_state_dict() if m._update_count else None) for m in self._metrics]
+        # Private, seen in torchmetrics 1.9: a copy of the state of a metric.
+        before = [(m, m.update_count, m._copy_state_dict() if m.update_called else None) for m in self._metrics]
 
         def find() -> Undo:
             return {
                 ("metric", i): partial(_restore_metric, metric, count, state)
                 for i, (metric, count, state) in enumerate(before)
-                if metric._update_count != count
+                if metric.update_count != count
             }
 
         return find
@@ -114,7 +114,7 @@ class StepMemory:
     def _watch_logged(self) -> Changes:
         # Private, seen in lightning 2.6.6: what is added up over an epoch; an update makes new tensors of it.
         results: Any = self._module.trainer.fit_loop.epoch_loop._results
-        before = {key: {name: getattr(m, name) for name in m._defaults} for key, m in results.items()}
+        before = {key: metric.metric_state for key, metric in results.items()}
 
         def find() -> Undo:
             added = ((key, metric) for key, metric in results.items() if metric.is_tensor and metric.meta.on_epoch)
@@ -148,7 +148,7 @@ def _restore_metric(metric: Metric, count: int, state: dict[str, Any] | None) ->
         return
     for name, value in state.items():
         setattr(metric, name, value)
-    metric._update_count, metric._computed = count, None
+    metric._update_count, metric._computed = count, None  # private, seen in torchmetrics 1.9
 
 
 def _restore_attribute(own: dict[str, Any], name: str, value: Any, content: Any) -> None:
