@@ -270,10 +270,6 @@ class PlanCLI(TrainerCLI):
     asked_ranks: Sequence[Ranks] = ()
 
     @override
-    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        return {self.command: {"model", "datamodule"}}
-
-    @override
     def before_instantiate_classes(self) -> None:
         trainer = self.settings["trainer"]
         for name in _SPELLED_KEYS:  # options have become settings of model and data

@@ -69,10 +69,6 @@ class PreviewCLI(TrainerCLI):
     trainer_type = PreviewTrainer
 
     @override
-    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        return {self.command: {"model", "datamodule"}}
-
-    @override
     def before_instantiate_classes(self) -> None:
         trainer = self.settings["trainer"]
         # Nothing of a run that would write, connect or listen is built.

@@ -231,7 +231,7 @@ class TrainerCLI(LightningCLI):
     @override
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         """Return only the one that runs: the parser of each takes a tenth of a second."""
-        return {self.command: LightningCLI.subcommands()[self.command]}
+        return {self.command: LightningCLI.subcommands().get(self.command, {"model", "datamodule"})}
 
     @override
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
