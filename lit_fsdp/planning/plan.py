@@ -210,8 +210,6 @@ def _get_optimizer_bytes(memory: StepMemory) -> int:
 
 
 def _list_untimed(settings: Settings, sizes: MeshSizes, hardware: Hardware) -> Iterator[str]:
-    if sizes.sequence > 1:
-        yield "the time leaves out the all-to-alls of mesh.sequence"
     has_fewer_bits = bool(settings.sharding.gather_bits or settings.sharding.reduce_bits)
     if sizes.num_shards > 1 and has_fewer_bits and not hardware.links.has_rounding:
         yield "the time leaves out rounding for sharding.gather_bits and reduce_bits"

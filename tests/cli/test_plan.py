@@ -135,6 +135,15 @@ def test_split_layers_are_traced_timed_and_searched(capfd: pytest.CaptureFixture
     assert "chosen: sharding.reshard_after_forward=false" in capfd.readouterr().out
 
 
+@pytest.mark.full
+def test_the_time_of_split_rows_holds_what_their_ranks_exchange() -> None:
+    config, split = f"--config={ROOT / 'configs' / 'quickstart.yaml'}", "--trainer.strategy.mesh.sequence=2"
+    found = plan(config, split, "--devices=2", "--gpu=RTX 4090")
+    time = found["time"]
+    assert 0 < time["communication_s_by_collective"]["all_to_all"] < time["exposed_communication_s"] < time["step_s"]
+    assert [note for note in found["notes"] if "leaves out" in note] == []
+
+
 def test_the_quickstart_plans_on_the_processes_that_it_starts(capfd: pytest.CaptureFixture[str]) -> None:
     Path("ema.yaml").write_text("trainer: {callbacks: {class_path: lit_fsdp.callbacks.EMA}}")
     found = plan(f"--config={ROOT / 'configs' / 'quickstart.yaml'}", "--config=ema.yaml")
