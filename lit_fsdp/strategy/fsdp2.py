@@ -69,6 +69,7 @@ from lit_fsdp.sharding.tensor_parallel import check_gradients
 from lit_fsdp.sharding.torch_internals import UnitInternals, list_edited, list_units
 from lit_fsdp.sharding.unit_table import make_table, print_table
 from lit_fsdp.sharding.wrap import Unit, Wrap
+from lit_fsdp.strategy.data_module import get_data_module
 from lit_fsdp.strategy.finetuning import restore_groups
 from lit_fsdp.strategy.hang_watch import HangWatch, choose_report_s, watch_for_hangs
 from lit_fsdp.strategy.launcher import Launcher, describe_ended, note_lost
@@ -365,7 +366,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         if self.settings.float8 is not None:  # not with the other settings: plans are made on machines without GPUs
             self.settings.float8.check_machine(self.root_device, self.precision_plugin.mixed_precision)
         if trainer.state.fn == TrainerFn.FITTING:
-            data = trainer.datamodule  # type: ignore[attr-defined]
+            data = get_data_module(trainer)
             # A path given to ``fit`` is not known before the checkpoint is loaded, seen in lightning 2.6.6.
             derive_accumulation(trainer, data, is_resumed=True if trainer.ckpt_path is not None else None)
         super().setup_environment()
@@ -525,7 +526,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
             mesh=self.device_mesh,
             device=self.root_device,
             is_whole=module.automatic_optimization,
-            has_changing_lengths=getattr(getattr(module.trainer, "datamodule", None), "has_changing_lengths", False),
+            has_changing_lengths=getattr(get_data_module(module.trainer), "has_changing_lengths", False),
             show=show,
         )
         knows_nodes = self.num_processes * self.num_nodes == self.world_size  # not under Ray, which places ranks itself
@@ -678,7 +679,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         self._has_seen_step = self._has_checked_gradients = False
         trainer = self._module.trainer
         check_weights(trainer)
-        settle_accumulation(trainer, trainer.datamodule)  # type: ignore[attr-defined]
+        settle_accumulation(trainer, get_data_module(trainer))
         super().on_train_start()
         if self.oom_retries:
             self._retry_steps(trainer)
