@@ -47,6 +47,7 @@ OFFLOAD = {"cpu_offload": CPUOffload()}
 OVERLAPPED = {"cpu_offload": CPUOffload(overlap_optimizer=True)}
 FILE, BESIDE = {"checkpoint_format": "single_file"}, {"async_save": True}
 SCALED = {"precision": "16-mixed"}
+KEPT = Sharding(reshard_after_forward=False, reshard_after_backward=False, no_sync=True)
 OFFLOADED_INPUTS = {"activation_checkpointing": ActivationCheckpointing(mode="full", offload=True)}
 SPEECH = {"csm": (speech_families.CSM, 6), "dia": (speech_families.DIA, 4)}  # with the number of codebooks
 MOE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -63,6 +64,11 @@ CASES = {
     "full offloaded, overlapped, accumulated": Case(
         strategy=OVERLAPPED | FILE | {"activation_checkpointing": ActivationCheckpointing(mode="full")},
         trainer={"accumulate_grad_batches": 2},
+    ),
+    "full offloaded, overlapped, gathered once a step": Case(
+        strategy=OVERLAPPED | BESIDE | {"sharding": KEPT},
+        trainer={"accumulate_grad_batches": 2},
+        callbacks=(CommunicationLogger, partial(MemoryLogger, trace_step=2), StabilityMonitor, EMA),
     ),
     "float16 offloaded, overlapped": Case(strategy=OVERLAPPED | BESIDE, trainer=SCALED),
     "nf4 offloaded, overlapped": Case(task=QLORA, strategy=OVERLAPPED | BESIDE, trainer={"precision": "bf16-true"}),
