@@ -121,12 +121,19 @@ def test_offload_is_tried_only_where_nothing_fits_without() -> None:
     assert choose(search(describe(1))) is None
 
 
-def test_nodes_with_a_slow_link_replicate_where_parameters_are_gathered_often() -> None:
-    chosen = choose(roomy({"num_nodes": 4, "num_micro_batches": 8, "splits_batch": False}))
+def test_over_a_slow_link_parameters_are_gathered_once_a_step_or_nodes_have_copies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lit_fsdp.planning.search.search._pick", list)
+    found = roomy({"num_nodes": 4, "num_micro_batches": 8, "splits_batch": False})
+    chosen = choose(found)
     assert chosen is not None
-    assert chosen.changes["trainer.strategy.mesh.replicate"] == -1
-    assert chosen.changes["trainer.strategy.mesh.shard"] == "node"
-    assert chosen.time.by_collective["all_reduce"] > 0
+    assert chosen.changes["trainer.strategy.sharding.reshard_after_backward"] is False
+    mesh = {"trainer.strategy.mesh.replicate": -1, "trainer.strategy.mesh.shard": "node"}
+    often, copies = (next(c for c in found if c.changes == changes) for changes in ({}, mesh))
+    assert chosen.time.by_collective["all_gather"] < often.time.by_collective["all_gather"] / 8
+    assert copies.time.step_s < often.time.step_s
+    assert copies.time.by_collective["all_reduce"] > 0
 
 
 def test_over_several_nodes_the_second_gather_may_stay_inside_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
