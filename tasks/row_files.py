@@ -373,22 +373,60 @@ def list_files(folder: Path, suffixes: Sequence[str], *, is_deep: bool = True) -
     Args:
         folder: Where they are.
         suffixes: With their dots.
-        is_deep: Also those in folders below it.
+        is_deep: Also those in folders below it, and in folders that links there lead to.
 
     Raises:
-        ValueError: One of that ending is no regular file: a pipe would be waited for, and rows behind a broken link
-            would be missing.
+        ValueError: A folder cannot be read, or rows would be missing: behind a broken link, whatever it is named, or in
+            something else of that ending, such as a pipe.
     """
-    named = []
-    for where, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if is_deep and not name.startswith(".")]
-        named += [Path(where, name) for name in names if not name.startswith(".")]
     found = []
-    for path in sorted(path for path in named if path.suffix.lower() in suffixes):
-        if path.is_file():  # asked first, as each question is a round trip on a network disk
-            found.append(path)
-        else:
+    for path, is_file in sorted(_walk(folder, is_deep=is_deep)):
+        is_wanted = path.suffix.lower() in suffixes
+        if not is_file and (is_wanted or path.is_symlink()):
             refuse_special_file(path, str(path))
+        if is_wanted:
+            found.append(path)
+    return found
+
+
+def list_folders(folder: Path) -> list[str]:
+    """Return the names of the folders in a folder, and of links to some, sorted; hidden ones are left out.
+
+    Raises:
+        ValueError: It cannot be read, or has a broken link, behind which one would be missing.
+    """
+    found = _scan(folder)
+    for path, is_folder, is_file in found:
+        if not is_folder and not is_file and path.is_symlink():
+            refuse_special_file(path, str(path))
+    return [path.name for path, is_folder, _ in found if is_folder]
+
+
+def _walk(folder: Path, *, is_deep: bool, above: tuple[str, ...] = ()) -> Iterator[tuple[Path, bool]]:
+    """Yield what is in a folder and those below it, but for folders, and whether it is a file."""
+    place = os.path.realpath(folder)
+    if place in above:  # a link leads back up
+        return
+    for path, is_folder, is_file in _scan(folder):
+        if not is_folder:
+            yield path, is_file
+        elif is_deep:
+            yield from _walk(path, is_deep=True, above=(*above, place))
+
+
+def _scan(folder: Path) -> list[tuple[Path, bool, bool]]:
+    """Return what is in a folder and not hidden, sorted, each with whether it is a folder, and whether it is a file."""
+    try:
+        with os.scandir(folder) as entries:
+            shown = sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name)
+    except OSError as error:
+        raise ValueError(f"{folder}: cannot be read: {error.strerror}") from error
+    found = []
+    for entry in shown:
+        try:  # of the entry: of a path, each question is a round trip on a network disk
+            found.append((Path(entry.path), entry.is_dir(), entry.is_file()))
+        except OSError:  # a link to itself
+            found.append((Path(entry.path), False, False))
     return found
 
 

@@ -19,7 +19,15 @@ from lit_fsdp.tasks.data import DEFAULT_SPLITS, Split
 from lit_fsdp.tasks.image_classification.images import SUFFIXES, Images, decode
 from lit_fsdp.tasks.image_classification.manifests import MANIFESTS, get_label, read_table
 from lit_fsdp.tasks.image_classification.shards import is_url, read_object, read_shards
-from lit_fsdp.tasks.row_files import describe, is_saved, list_files, open_saved, refuse_splits, tell_retries_once
+from lit_fsdp.tasks.row_files import (
+    describe,
+    is_saved,
+    list_files,
+    list_folders,
+    open_saved,
+    refuse_splits,
+    tell_retries_once,
+)
 
 DIGITS = "digits"
 _DIGITS_SEED = 0  # of the held-out fifth; results on it are compared
@@ -137,20 +145,16 @@ def _open_folder(folder: Path, source: str, *, needs_labels: bool) -> Images:
     shard = min((file.name for file in folder.glob("*.tar") if not file.name.startswith(".")), default=None)
     if shard is None:
         return _list_folder(folder)
-    image = next((file for name in _list_names(folder) for file in list_files(folder / name, SUFFIXES)), None)
+    image = next((file for name in list_folders(folder) for file in list_files(folder / name, SUFFIXES)), None)
     if image is not None:
         raise _describe_both(source, shard, str(image.relative_to(folder)))
     return read_shards(source, needs_labels=needs_labels)
 
 
-def _list_names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-
-
 def _list_folder(folder: Path) -> Images:
     """Return ``folder/<class>/**/<image>``, or images that lie in the folder itself, which have no labels."""
     loose = list_files(folder, SUFFIXES, is_deep=False)
-    names = _list_names(folder)
+    names = list_folders(folder)
     refuse_splits(folder, [f"{name}/" for name in names])  # if all are, they would be taken for classes
     found = [(path, name) for name in names for path in list_files(folder / name, SUFFIXES)]
     if loose and found:

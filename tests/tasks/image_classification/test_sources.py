@@ -481,6 +481,27 @@ def test_pipes_and_links_to_nothing_are_no_sources(tmp_path: Path) -> None:
         find(tmp_path / "link.csv")
 
 
+def test_folders_behind_links_are_read_and_broken_links_are_refused(tmp_path: Path) -> None:
+    write_folder(tmp_path / "store", {"one": 3, "dog": 2})
+    write_folder(tmp_path / "data", {"cat": 1})
+    (tmp_path / "data" / "dog").symlink_to("../store/dog")
+    (tmp_path / "data" / "cat" / "more").symlink_to("../../store/one")
+    (tmp_path / "store" / "one" / "up").symlink_to("../../data")
+    images = find(tmp_path / "data")
+    assert images.labels is not None
+    names = [(str(Path(images.locate(i)).relative_to(tmp_path / "data")), images.labels[i]) for i in range(len(images))]
+    more = [(f"cat/more/{i:03}.png", "cat") for i in range(3)]
+    inside = [(f"cat/more/up/dog/{i:03}.png", "cat") for i in range(2)]  # a folder that does not lead back up
+    assert names == [("cat/000.png", "cat"), *more, *inside, ("dog/000.png", "dog"), ("dog/001.png", "dog")]
+    (tmp_path / "data" / "cat" / "rest").symlink_to("gone")
+    with pytest.raises(ValueError, match=r"data/cat/rest: is a link to gone, which is not there; mend the link"):
+        find(tmp_path / "data")
+    (tmp_path / "data" / "cat" / "rest").unlink()
+    (tmp_path / "data" / "eel").symlink_to("eel")
+    with pytest.raises(ValueError, match=r"data/eel: is a link to eel, which is not there; mend the link"):
+        find(tmp_path / "data")
+
+
 def write_tar(path: Path, members: dict[str, bytes]) -> str:
     with tarfile.open(path, "w") as tar:
         for name, content in members.items():
