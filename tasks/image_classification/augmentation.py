@@ -31,7 +31,7 @@ class Augmentation:
         flip: Probability of a horizontal flip.
         policy: Random operations of colour and shape, as in the papers of these names.
         policy_num_ops: For ``randaugment``: how many operations.
-        policy_magnitude: For ``randaugment``: how strong, from 0 to 30.
+        policy_magnitude: For ``randaugment``: how strong, from 0 to 30; from kornia 1 to 29.
         color_jitter: How far brightness, contrast and saturation change, 0.4 for up to 40 %.
         erasing: Probability that a random rectangle is overwritten with noise.
     """
@@ -67,8 +67,11 @@ class Augmentation:
         for name in ("policy_num_ops", "policy_magnitude"):
             if getattr(self, name) is not None and self.policy != "randaugment":
                 raise ValueError(f"augmentation.{name}: not used by policy {self.policy!r}; set policy to randaugment")
-        if self.needs_library:
-            choose_library()
+        if self.needs_library and choose_library() == "kornia" and self.policy_magnitude in (0, 30):
+            raise ValueError(
+                f"augmentation.policy_magnitude: got {self.policy_magnitude}: kornia takes 1 to 29: set "
+                f"{min(max(self.policy_magnitude, 1), 29)}, or install torchvision"
+            )
 
     @property
     def needs_library(self) -> bool:

@@ -72,6 +72,10 @@ def test_colors_need_a_library_and_erasing_does_not(monkeypatch: pytest.MonkeyPa
     assert (erase(change_colors(pixels.to(torch.uint8), settings).float(), settings) != 0).any()
     with pytest.raises(ValueError, match=r"policy and color_jitter need torchvision or kornia"):
         Augmentation(color_jitter=0.1).check()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "kornia" or None)
+    for magnitude, nearest in ((0, 1), (30, 29)):  # of which kornia makes no policy
+        with pytest.raises(ValueError, match=rf"got {magnitude}: kornia takes 1 to 29: set {nearest}, or install"):
+            Augmentation(policy="randaugment", policy_magnitude=magnitude).check()
 
 
 def test_drawing_for_images_leaves_the_generator_of_the_model_alone(folder: Path) -> None:
