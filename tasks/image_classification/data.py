@@ -228,7 +228,9 @@ class ImageData(TaskData):
         source, name = self.sources[split]
         if source is not None and split not in self._images:
             try:
-                self._images[split] = open_images(source, split=name, split_of=split, fields=self.fields)
+                self._images[split] = open_images(
+                    source, split=name, split_of=split, fields=self.fields, needs_files=not self.skips_bad_images
+                )
             except ValueError as error:
                 raise ValueError(f"{split}: {error}") from error
             if split != "predict" and self._images[split].labels is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from lit_fsdp.tasks.image_classification.images import SUFFIXES, Images, decode
 from lit_fsdp.tasks.image_classification.manifests import MANIFESTS, get_label, read_table
 from lit_fsdp.tasks.image_classification.shards import is_url, read_object, read_shards
 from lit_fsdp.tasks.row_files import (
+    Row,
     describe,
     is_saved,
     list_files,
@@ -46,14 +48,17 @@ class Fields:
     label: str
 
 
-def open_images(source: str, *, split: str | None, split_of: Split, fields: Fields) -> Images:
-    """Return the images of a source, without decoding any.
+def open_images(
+    source: str, *, split: str | None, split_of: Split, fields: Fields, needs_files: bool = False
+) -> Images:
+    """Return the images of a source, without decoding any. All ranks must call it.
 
     Args:
         source: As the settings of the data have it.
         split: Which split of a data set, if the user has said so.
         split_of: What the images are for.
         fields: Names of columns.
+        needs_files: Refuse a table of which a file is not there.
     """
     if source == DIGITS:
         return _load_digits(split or ("train" if split_of == "train" else "test"))
@@ -81,7 +86,7 @@ def open_images(source: str, *, split: str | None, split_of: Split, fields: Fiel
     if path.suffix.lower() in SUFFIXES and path.is_file():
         return _open_files([path], None)
     if path.suffix in MANIFESTS:
-        return _read_manifest(path, fields, needs_labels=split_of != "predict")
+        return _read_manifest(path, fields, needs_labels=split_of != "predict", needs_files=needs_files)
     if path.suffix == ".tar" or source.endswith("}") or "*" in source:
         return read_shards(source, needs_labels=split_of != "predict")
     raise ValueError(
@@ -236,7 +241,7 @@ def _open_files(paths: list[Path], labels: list[str] | None, class_names: list[s
     )
 
 
-def _read_manifest(path: Path, fields: Fields, *, needs_labels: bool) -> Images:
+def _read_manifest(path: Path, fields: Fields, *, needs_labels: bool, needs_files: bool) -> Images:
     """Return the images of a table; paths in it are relative to its folder."""
     rows = read_table(path, image=fields.image, label=fields.label)
     if rows is None:  # images are in it
@@ -250,10 +255,30 @@ def _read_manifest(path: Path, fields: Fields, *, needs_labels: bool) -> Images:
         name = row.fields.get(fields.image)
         if not isinstance(name, str) or not name or "\0" in name:
             raise ValueError(f"{row.where}: {fields.image} is {describe(name)}: expected the path of an image")
+        if is_url(name):
+            raise ValueError(
+                f"{row.where}: {fields.image} is {describe(name)}: expected a path of this machine; from addresses, "
+                "folders of classes and tar shards are read"
+            )
         if has_labels:
             labels.append(get_label(row.fields.get(fields.label), where=row.where, field=fields.label))
         paths.append(folder / name)
+    if needs_files:
+        _refuse_missing(path, rows, paths)
     return _open_files(paths, labels if has_labels else None)
+
+
+def _refuse_missing(table: Path, rows: Sequence[Row], paths: Sequence[Path]) -> None:
+    """Refuse a table of which files are not there; each rank asks for its share of them."""
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    own = range(rank, len(paths), world_size)
+    missing = sorted(chain(*agree(lambda: [i for i in own if not paths[i].is_file()])))
+    if missing:
+        first = missing[0]
+        raise ValueError(
+            f"{rows[first].where}: no such file: {paths[first]}; {len(missing):,} of {len(paths):,} are not there: "
+            f"paths are relative to {table.parent.absolute()}; mend them, or set bad_images to skip"
+        )
 
 
 # Data sets

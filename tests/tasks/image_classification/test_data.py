@@ -168,6 +168,26 @@ def test_a_class_that_training_does_not_know_is_refused_with_its_image(folder: P
         build(folder, validation=str(other))
 
 
+def test_a_table_whose_files_are_not_there_is_refused_before_training(folder: Path, tmp_path: Path) -> None:
+    lines = [f"{path},{path.parent.name}\n" for path in sorted(folder.rglob("*.png"))]
+    table = tmp_path / "table.csv"
+    table.write_text("image,label\n" + "".join([*lines, "gone.png,cat\n", "lost.png,dog\n"]))
+    expected = (
+        rf"line 11: no such file: \S*gone\.png; 2 of 11 are not there: paths are relative to {tmp_path}; mend them"
+    )
+    with pytest.raises(ValueError, match=f"train: .*{expected}, or set bad_images to skip"):
+        build(table)
+    with pytest.raises(ValueError, match=f"validation: .*{expected}"):
+        build(folder, validation=str(table))
+    (skipped,) = [batch["problems"] for batch in build(table, bad_images="skip", batch_size=11).train_dataloader()]
+    assert len(skipped) == 2
+    table.write_text("image,label\nhttps://host/a.png,cat\n")
+    with pytest.raises(
+        ValueError, match=r"line 2: image is a string \('https://host/a\.png'\): expected a path of this"
+    ):
+        build(table)
+
+
 def break_image(folder: Path, tmp_path: Path) -> Path:
     copy = write_folder(tmp_path / "broken", {"cat": 5, "dog": 4})
     (copy / "dog" / "000.png").write_text("no image")
