@@ -23,7 +23,7 @@ from lit_fsdp.tasks.tts.codec.loading import check_codec, fetch_codec, open_code
 from lit_fsdp.tasks.tts.evaluation.generated import Clip, make_open_header, to_samples
 from lit_fsdp.tasks.tts.evaluation.prompts import PromptRow, read_prompts
 from lit_fsdp.tasks.tts.generation import Sampling, Speech
-from lit_fsdp.tasks.tts.preparation.audio import AudioError, read_audio
+from lit_fsdp.tasks.tts.preparation.audio import AudioError, Limits, check_audio, read_audio
 from lit_fsdp.tasks.tts.speaker import Piece, Reference, Speaker, open_speaker
 from lit_fsdp.tasks.tts.utterance import Utterance
 from lit_fsdp.tasks.tts.voice_export import export_voice
@@ -31,6 +31,7 @@ from lit_fsdp.tasks.tts.voice_export import export_voice
 _LOCK = ".speak.lock"
 _LIST = "spoken.jsonl"
 _AUDIO = re.compile(r"[0-9]{5,}\.wav")  # what is listed there
+_REFERENCE = Limits(min_seconds=0.1, max_seconds=float("inf"), max_clipped_pct=100)
 
 log = logging.getLogger(__name__)
 
@@ -230,6 +231,7 @@ def _read_reference(path: Path, text: str | None, speaker: Speaker, codec: Frame
     speaker.check_reference(text)
     try:
         audio = read_audio(path, codec.sample_rate)
+        check_audio(audio, codec.sample_rate, _REFERENCE)
     except AudioError as error:
         raise ValueError(f"ref_audio: {path}: {error}") from error
     embedding = speaker.embed(audio) if speaker.takes_embeddings or text is None else None

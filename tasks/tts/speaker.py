@@ -133,6 +133,8 @@ class Speaker:
             ValueError: With what the model needs.
         """
         kind = self.family.model_type
+        if ref_text is not None and not ref_text.strip():
+            raise ValueError("ref_text: empty: expected what is said in ref_audio, or no ref_text at all")
         if self.family.reads_context and not self.takes_embeddings and not ref_text:
             raise ValueError(f"ref_text: missing: {kind} goes on from ref_audio: expected what is said in it")
         self.family.check_prompt(ref_text=ref_text)

@@ -124,6 +124,22 @@ def test_the_command_goes_on_from_a_recording_and_follows_an_instruction(tmp_pat
         assert not torch.equal(speaker.speak([other], is_streaming=False)[0].codes, speech.codes)
 
 
+def test_the_command_refuses_a_recording_without_a_voice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    soundfile = pytest.importorskip("soundfile")
+    (folder := tmp_path / "base").mkdir()
+    save_model(folder)
+    build_byte_tokenizer().save_pretrained(folder)
+    said = synthesize(SENTENCES[0], VOICES["ada"])
+    soundfile.write(tmp_path / "silent.wav", 1e-4 * said, 24000, subtype="FLOAT")
+    soundfile.write(tmp_path / "short.wav", said[:2000], 24000)
+    command = ["speak", f"--model={folder}", f"--out={tmp_path / 'out'}", "--text=so"]
+    for name, reason in (("silent", "silence: peak -8"), ("short", "too short: 0.08 s, at least 0.1 s")):
+        assert main([*command, f"--ref_audio={tmp_path / name}.wav"]) != 0
+        assert f"ref_audio: {tmp_path / name}.wav: {reason}" in capsys.readouterr().err
+    assert main([*command, f"--ref_audio={tmp_path / 'short.wav'}", "--ref_text= "]) != 0
+    assert "ref_text: empty: expected what is said in ref_audio" in capsys.readouterr().err
+
+
 OFFICIAL = os.environ.get("LIT_FSDP_QWEN_TTS_PYTHON")
 
 
