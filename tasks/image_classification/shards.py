@@ -267,6 +267,7 @@ def _read_members(path: str, file: Any, needs_labels: bool) -> Iterator[tuple[st
             for member in tar:
                 folder, _, name = member.name.rpartition("/")
                 if not member.isfile() or name.startswith("."):
+                    _refuse_link(path, member)
                     continue
                 stem, _, ending = name.partition(".")
                 ending = ending.lower()
@@ -291,6 +292,16 @@ def _read_members(path: str, file: Any, needs_labels: bool) -> Iterator[tuple[st
             yield from sample.finish(path)
     except tarfile.TarError as error:
         raise _ShardError(f"{path}: not readable as a tar file without compression: {error}") from error
+
+
+def _refuse_link(path: str, member: tarfile.TarInfo) -> None:
+    """Refuse an image that is a link to another member: it has no bytes of its own, and would be left out."""
+    ending = member.name.rpartition("/")[2].partition(".")[2].lower()
+    if (member.islnk() or member.issym()) and f".{ending}" in SUFFIXES:
+        raise _ShardError(
+            f"{path} member {member.name}: is a link to {member.linkname}: expected the image itself, as `tar "
+            "--dereference --hard-dereference` packs it"
+        )
 
 
 def _check_end(path: str, file: Any, offset: int) -> None:

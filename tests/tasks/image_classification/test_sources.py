@@ -550,6 +550,19 @@ def test_an_image_that_would_be_left_out_for_a_dot_in_its_name_is_refused(tmp_pa
     assert [found.locate(i).rpartition(" ")[2] for i in range(2)] == ["a/1.png", "b/000.jpg"]
 
 
+@pytest.mark.parametrize("link", [os.link, os.symlink])
+def test_an_image_of_a_shard_that_is_a_link_is_refused_and_not_left_out(link: Any, tmp_path: Path) -> None:
+    write_folder(tmp_path / "files", {"a": 1})
+    (first := tmp_path / "files" / "a" / "000.png").with_suffix(".cls").write_text("a")
+    link(first, first.with_name("001.png"))
+    first.with_name("001.cls").write_text("a")
+    with tarfile.open(tmp_path / "t.tar", "w") as tar:
+        tar.add(tmp_path / "files", arcname=".")
+    expected = r"t\.tar member \S*/00[01]\.png: is a link to \S*\.png: expected the image itself"
+    with pytest.raises(ValueError, match=expected):
+        find(tmp_path / "t.tar")
+
+
 def test_shards_of_several_splits_in_a_store_are_refused() -> None:
     store = fsspec.filesystem("memory")
     for name in ("train-0.tar", "val-0.tar"):
