@@ -18,7 +18,7 @@ from typing_extensions import override
 from lit_fsdp.cache import get_cache_dir
 from lit_fsdp.tasks.data import Split, TaskData, check_least
 from lit_fsdp.tasks.length_groups import Ints, bundle_by_length
-from lit_fsdp.tasks.loading import PADDING, ResumableLoader, build_eval_loader, hash_rows
+from lit_fsdp.tasks.loading import PADDING, ResumableLoader, build_eval_loader, get_data, hash_rows
 from lit_fsdp.tasks.shares import Share, count_largest
 from lit_fsdp.tasks.tts.batch_places import StepCounts, TextDropout
 from lit_fsdp.tasks.tts.codec.formants import SPOKEN, make_corpus
@@ -239,6 +239,12 @@ class SpeechData(TaskData):
         bound = self.max_frames_per_batch
         lengths = np.array([row.num_frames for row in rows])  # with what rows go on from, which is not learned
         bundles = [[row] for row in range(len(rows))] if bound is None else _bundle(lengths, bound, self.seed)
+        num_ranks = get_data(self.trainer).count
+        if bound is not None and len(bundles) * self.repeat < num_ranks:
+            raise ValueError(
+                f"max_frames_per_batch: got {bound}: all {len(rows)} rows come together in {len(bundles)} batches, for "
+                f"{num_ranks} ranks: expected fewer frames, or more data"
+            )
         num_frames = np.array([sum(len(rows[i].codes) for i in bundle) for bundle in bundles] * self.repeat)
         num_rows = np.array([len(bundle) for bundle in bundles] * self.repeat)
         trainer: Any = self.trainer

@@ -31,6 +31,7 @@ from lit_fsdp import FSDP2Strategy, Sharding
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.profiling.communication_meter import CommunicationMeter
 from lit_fsdp.profiling.expected_communication import estimate_bytes
+from lit_fsdp.sharding.mesh import DataRanks
 from lit_fsdp.tasks import Sampling, SpeechEval, TextToSpeech
 from lit_fsdp.tasks.tts.config import parse_config
 from lit_fsdp.tasks.tts.families.qwen3_layout import collate_training, encode_text
@@ -196,6 +197,16 @@ def test_bounds_on_frames_that_cannot_be_are_refused(prepared: Path, options: di
         data = build_data(prepared, **{"max_frames_per_batch": 30, **options})
         data.attach(parse_config(make_config()))
         data.setup("fit")
+        data.train_dataloader()
+
+
+def test_a_bound_that_leaves_a_rank_without_a_batch_is_refused_by_its_name(prepared: Path) -> None:
+    data = build_data(prepared, max_frames_per_batch=500)
+    data.attach(parse_config(make_config()))
+    data.setup("fit")
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(data_ranks=DataRanks(count=2, index=0)))
+    data.trainer = trainer
+    with pytest.raises(ValueError, match="got 500: all 18 rows come together in 1 batches, for 2 ranks: expected"):
         data.train_dataloader()
 
 
