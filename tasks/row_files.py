@@ -418,7 +418,9 @@ def _scan(folder: Path) -> list[tuple[Path, bool, bool]]:
     """Return what is in a folder and not hidden, sorted, each with whether it is a folder, and whether it is a file."""
     try:
         with os.scandir(folder) as entries:
-            shown = sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name)
+            # The other is at the top of volumes, and for root only.
+            names = (entry for entry in entries if not entry.name.startswith(".") and entry.name != "lost+found")
+            shown = sorted(names, key=lambda entry: entry.name)
     except OSError as error:
         raise ValueError(f"{folder}: cannot be read: {error.strerror}") from error
     found = []
