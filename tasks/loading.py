@@ -199,9 +199,7 @@ class ResumableLoader(DataLoader[Any]):
     # between.
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         place = self._sampler
-        # Its order has a seed of its own, so what else is drawn may differ between ranks: augmentations should.
-        with own_generators():
-            batches = super().__iter__()
+        batches = self._start()
         while True:
             with own_generators():
                 batch = next(batches, _NO_BATCH)
@@ -215,9 +213,18 @@ class ResumableLoader(DataLoader[Any]):
             elif (rows := (yield from self._measure(self.speed_meter, batch))) is not None:
                 self.share_out(rows)
                 del batches  # what workers fetched ahead is shared out anew
-                with own_generators():
-                    batches = super().__iter__()
+                batches = self._start()
         place.set_epoch(place.epoch + 1)
+
+    def _start(self) -> Iterator[Any]:
+        """Return batches from the present place on. Workers are seeded by it, as a resumed run starts them once more.
+
+        A seed that is drawn would leave other numbers to the steps, as to dropout.
+        """
+        place = self._sampler
+        seed = mix_seeds(place.seed, place.rank, place.epoch, place.samples_seen)
+        self.generator = torch.Generator().manual_seed(seed)
+        return super().__iter__()
 
     def _measure(self, meter: SpeedMeter, batch: Any) -> Generator[Any, None, tuple[int, ...] | None]:
         """Hand out a batch, and return the shares of the ranks if these are settled then."""

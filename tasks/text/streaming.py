@@ -23,11 +23,11 @@ import numpy as np
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from numpy.typing import NDArray
+from torch import Generator
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from typing_extensions import override
 
 from lit_fsdp.cache import make_key
-from lit_fsdp.sharding.random_state import own_generators
 from lit_fsdp.strategy.trainer_settings import refuse_overfit
 from lit_fsdp.tasks.data import count_stream_batches
 from lit_fsdp.tasks.loading import (
@@ -383,7 +383,8 @@ class EndlessLoader(DataLoader[Any]):
     """
 
     def __init__(self, dataset: IterableDataset[Any], *, trainer: Trainer | None, **options: Any) -> None:
-        super().__init__(dataset, **options)
+        # Of its own, as how often workers are started, and so seeded, depends on how often a run was resumed.
+        super().__init__(dataset, generator=Generator(), **options)
         self.trainer = trainer
         if trainer is not None:
             refuse_overfit(trainer)
@@ -465,8 +466,7 @@ class StreamLoader(EndlessLoader):
     def _read_documents(self, start: StreamPlace) -> Iterator[tuple[Document, StreamPlace]]:
         """Yield the documents from a place on, and where each begins."""
         self.stream.place = start
-        with own_generators():  # what starting workers draws must not depend on how often a run was resumed
-            chunks = super().__iter__()
+        chunks = super().__iter__()
         block = first = _get_block(start)
         # Of each source, the pass within which a good row has to come; not known within a block that a resume enters.
         last_passes = dict.fromkeys(range(len(start.sources)), 0) if start == self.stream.begin else {}

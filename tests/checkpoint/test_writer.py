@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from training import (
     EVEN,
+    GLOBAL_BATCH,
     NUM_STEPS,
     OPTIMIZER,
     Recorder,
@@ -51,6 +52,7 @@ def train(
     max_steps: int = NUM_STEPS,
     load: Path | None = None,
     first_step: int = 4,
+    num_rows: int = NUM_STEPS * GLOBAL_BATCH,
     save: Path | None = None,
     is_async: bool = False,
     callbacks: Any = (),
@@ -64,7 +66,7 @@ def train(
     task = CausalLM(pretrained=str(folder), optimizer=OPTIMIZER, lr_scheduler=LRSchedule(type="constant"))
     if load is not None:
         recorder.result = Result(losses=[0.0] * first_step, grad_norms=[0.0] * first_step)
-    trainer.fit(task, Rows(64, 8 // trainer.world_size), ckpt_path=load)
+    trainer.fit(task, Rows(64, GLOBAL_BATCH // trainer.world_size, num_rows), ckpt_path=load)
     if save is not None:
         trainer.save_checkpoint(save)
     recorder.result.weights = gather_weights(task)
@@ -82,11 +84,16 @@ def dropout_model(tmp_path: Path) -> Path:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("steps_per_epoch", [NUM_STEPS, 4], ids=["within an epoch", "at its end"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_a_resumed_run_with_dropout_goes_on_bit_for_bit(dropout_model: Path, is_async: bool, tmp_path: Path) -> None:
+def test_a_resumed_run_with_dropout_goes_on_bit_for_bit(
+    dropout_model: Path, is_async: bool, steps_per_epoch: int, tmp_path: Path
+) -> None:
+    num_rows = steps_per_epoch * GLOBAL_BATCH
+
     def run(out: str | None, **options: Any) -> None:
         torch.manual_seed(5)
-        train(dropout_model, tmp_path / out if out else None, is_async=is_async, **options)
+        train(dropout_model, tmp_path / out if out else None, is_async=is_async, num_rows=num_rows, **options)
 
     run_ranks(lambda: run("whole"))
     run_ranks(lambda: run(None, max_steps=4, save=tmp_path / "checkpoint"))

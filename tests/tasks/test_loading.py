@@ -362,6 +362,18 @@ def test_a_loader_knows_which_samples_it_gave_last_though_workers_are_ahead(num_
     assert all([rows[i] for i in loader.list_samples(place)] == batch for place, batch in places)
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_epoch_leaves_the_numbers_that_steps_draw_alone_as_a_resumed_run_begins_more_of_them(
+    num_workers: int,
+) -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    loader = loader_of(8, 4, num_workers)
+    for _ in range(2):
+        list(loader)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_samplers_of_several_ranks_know_their_own_share() -> None:
     ranks = samplers(20, 2, 3)
     for sampler in ranks:
