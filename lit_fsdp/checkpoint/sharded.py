@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import datetime, timedelta
 from enum import Enum
 from functools import partial
+from operator import itemgetter
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
@@ -69,6 +70,7 @@ from lit_fsdp.sharding.random_state import (
 META = "meta.pt"  # everything that is not a tensor of model or optimizer: plain types, loads with weights_only
 LEAVES_OUT_FROZEN = "leaves_out_frozen"  # in meta: whether frozen parameters are left out
 EXTRA = "extra_state"  # tensors beside those of model and optimizers
+RANDOM_STATES = "random_states"  # in a single file
 _RANDOM = "random_{rank}.pt"
 _COPY_AHEAD_BYTES = 10_000_000  # torch's default
 
@@ -264,19 +266,34 @@ def read_meta(path: Location) -> dict[str, Any]:
     return meta
 
 
-def read_random_state(path: Location, data_ranks: DataRanks) -> tuple[Callable[[], None], Callable[[], None]]:
+def gather_random_states(data_ranks: DataRanks | None) -> list[dict[str, Any]]:
+    """Return the states of the generators of all ranks that draw numbers of their own. All ranks must call it."""
+    data = data_ranks or DataRanks()
+    found = agree(lambda: (data.index, collect_random_state()) if data.place == 0 else None)
+    return [state for _, state in sorted(filter(None, found), key=itemgetter(0))]
+
+
+def read_random_state(
+    path: Location, data_ranks: DataRanks, in_file: Sequence[dict[str, Any]] = ()
+) -> tuple[Callable[[], None], Callable[[], None]]:
     """Return what makes this rank draw as it would have without the interruption: in steps, and outside of them.
 
     Saved by another number of ranks with rows of their own, there is no such thing for steps: then all ranks start
     generators that depend on the checkpoint and on the rank.
+
+    Args:
+        path: Of the checkpoint.
+        data_ranks: Which random numbers this rank draws.
+        in_file: What a single file holds instead, from ``gather_random_states``.
     """
-    count = len(list(path.glob(_RANDOM.format(rank="*"))))
+    count = len(in_file) or len(list(path.glob(_RANDOM.format(rank="*"))))
     if not count:
         return (lambda: None), (lambda: None)
     is_same, rank = count == data_ranks.count, data_ranks.index
-    file = path / _RANDOM.format(rank=rank if is_same else 0)
+    number = rank if is_same else 0
+    file = path / _RANDOM.format(rank=number)
     state: dict[str, Any] = {}
-    agree(lambda: state.update(load_plain(file, file)))
+    agree(lambda: state.update(in_file[number] if in_file else load_plain(file, file)))
     own = partial(restore_random_state, state) if is_same else partial(reseed, state, rank)
     return own, partial(restore_common_random_state, state)
 

@@ -22,7 +22,9 @@ from lit_fsdp.checkpoint.remote import Location, RemotePath, check_writable
 from lit_fsdp.checkpoint.sharded import (
     EXTRA,
     LEAVES_OUT_FROZEN,
+    RANDOM_STATES,
     agree,
+    gather_random_states,
     get_trained_state,
     join_states,
     save_checkpoint,
@@ -218,7 +220,8 @@ class CheckpointWriter:
             if self.checkpoint_format == "sharded":
                 save_checkpoint(path, state, meta=meta, save_number=self.save_number, data_ranks=self.data_ranks)
             else:
-                save_single_file(path, {**checkpoint, SAVE_NUMBER: self.save_number})
+                states = gather_random_states(self.data_ranks)
+                save_single_file(path, {**checkpoint, SAVE_NUMBER: self.save_number, RANDOM_STATES: states})
             self._note_safe()
             return True
         if self._group is None and dist.is_initialized():

@@ -33,7 +33,7 @@ from lit_fsdp.checkpoint.latest import enter
 from lit_fsdp.checkpoint.manifest import Verify, check_verify
 from lit_fsdp.checkpoint.places import discard, follow
 from lit_fsdp.checkpoint.remote import Location, RemotePath, locate
-from lit_fsdp.checkpoint.sharded import load_checkpoint, read_random_state
+from lit_fsdp.checkpoint.sharded import RANDOM_STATES, load_checkpoint, read_random_state
 from lit_fsdp.checkpoint.single_file import load_single_file
 from lit_fsdp.checkpoint.space import DiskSpace
 from lit_fsdp.checkpoint.writer import CheckpointFormat, CheckpointWriter
@@ -801,10 +801,11 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         is_strict = self._module.strict_loading
         prepare = partial(restore_groups, self._module.trainer, self._module) if is_fitting else None
         meta = load(path, self._module, optimizers, strict=is_strict, verify=self.verify_checkpoint, prepare=prepare)
+        random_states = meta.pop(RANDOM_STATES, ())
         if is_fitting:
             self._writer.go_on_from(path)
             self._saved_settings = meta.get(RUN_SETTINGS, {})
-            self.restore_random_later(*read_random_state(path, self.data_ranks))
+            self.restore_random_later(*read_random_state(path, self.data_ranks, random_states))
             forget_train_loader(self._module.trainer)
         return meta
 

@@ -28,6 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.checkpoint import manifest
+from lit_fsdp.checkpoint.latest import is_whole
 from lit_fsdp.checkpoint.manifest import (
     ChecksumFileSystem,
     Verify,
@@ -39,7 +40,7 @@ from lit_fsdp.checkpoint.manifest import (
     write_manifest,
 )
 from lit_fsdp.checkpoint.sharded import agree, save_checkpoint
-from lit_fsdp.checkpoint.writer import CheckpointWriter
+from lit_fsdp.checkpoint.writer import CheckpointFormat, CheckpointWriter
 from lit_fsdp.sharding.random_state import collect_random_state, reseed, restore_random_state
 from lit_fsdp.tasks import CausalLM, LRSchedule
 from ranks import run_ranks
@@ -55,11 +56,12 @@ def train(
     num_rows: int = NUM_STEPS * GLOBAL_BATCH,
     save: Path | None = None,
     is_async: bool = False,
+    checkpoint_format: CheckpointFormat = "sharded",
     callbacks: Any = (),
 ) -> None:
     """Train a model with dropout, so that random states matter."""
     recorder = Recorder()
-    strategy = FSDP2Strategy(print_plan=False, async_save=is_async)
+    strategy = FSDP2Strategy(print_plan=False, async_save=is_async, checkpoint_format=checkpoint_format)
     trainer = build_trainer(
         strategy, callbacks=[recorder, *callbacks], max_steps=max_steps, enable_checkpointing=bool(callbacks)
     )
@@ -85,19 +87,23 @@ def dropout_model(tmp_path: Path) -> Path:
 
 @pytest.mark.full
 @pytest.mark.parametrize("steps_per_epoch", [NUM_STEPS, 4], ids=["within an epoch", "at its end"])
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"is_async": True}, {"checkpoint_format": "single_file"}],
+    ids=["sync", "async", "single file"],
+)
 def test_a_resumed_run_with_dropout_goes_on_bit_for_bit(
-    dropout_model: Path, is_async: bool, steps_per_epoch: int, tmp_path: Path
+    dropout_model: Path, options: dict[str, Any], steps_per_epoch: int, tmp_path: Path
 ) -> None:
     num_rows = steps_per_epoch * GLOBAL_BATCH
 
-    def run(out: str | None, **options: Any) -> None:
+    def run(out: str | None, **more: Any) -> None:
         torch.manual_seed(5)
-        train(dropout_model, tmp_path / out if out else None, is_async=is_async, num_rows=num_rows, **options)
+        train(dropout_model, tmp_path / out if out else None, num_rows=num_rows, **options, **more)
 
     run_ranks(lambda: run("whole"))
     run_ranks(lambda: run(None, max_steps=4, save=tmp_path / "checkpoint"))
-    assert is_complete(tmp_path / "checkpoint")
+    assert is_whole(tmp_path / "checkpoint")
     run_ranks(lambda: run("resumed", load=tmp_path / "checkpoint"))
     whole, resumed = torch.load(tmp_path / "whole"), torch.load(tmp_path / "resumed")
     assert whole["losses"][4:] == resumed["losses"][4:]
