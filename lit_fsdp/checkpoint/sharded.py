@@ -380,8 +380,9 @@ def check_same_groups(path: Location, optimizer: Optimizer, count: int) -> None:
     if count != len(optimizer.param_groups):
         raise ValueError(
             f"{path} holds {count} groups of parameters with learning rate and weight decay of their own, the run has "
-            f"{len(optimizer.param_groups)}: resume it with the layer_decay that it was saved with, and the same "
-            "parameters that train; or start a new run from its weights, which python -m lit_fsdp export writes"
+            f"{len(optimizer.param_groups)}: resume it with the optimizer.name and layer_decay that it was saved with, "
+            "and the same parameters that train; or start a new run from its weights, which python -m lit_fsdp export "
+            "writes"
         )
 
 

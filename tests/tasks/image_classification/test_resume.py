@@ -11,7 +11,7 @@ from image_training import NUM_CLASSES, VIT, ImageRows, make_data, save_classifi
 from training import OPTIMIZER, build_trainer
 
 from lit_fsdp import FSDP2Strategy
-from lit_fsdp.tasks import Augmentation, ImageClassification, LRSchedule, Mixup
+from lit_fsdp.tasks import Augmentation, ImageClassification, LRSchedule, Mixup, Optimizer
 from ranks import RankError, run_ranks
 
 NUM_STEPS = 11  # of 6 an epoch
@@ -85,12 +85,13 @@ def resume(model: Path, out: Path, options: dict[str, Any], path: str | None) ->
         (
             {},
             {"layer_decay": 0.5},
-            r"holds 2 groups .* the run has 10: resume it with the layer_decay",
+            r"holds 2 groups .* the run has 10: resume it with the optimizer\.name and layer_decay",
         ),
+        ({}, {"optimizer": Optimizer(name="muon")}, r"holds 2 groups .* the run has 3: resume it with the optimizer"),
         ({"layer_decay": 0.5}, {}, r"holds 10 groups .* the run has 2"),
     ],
 )
-def test_a_resume_with_and_without_a_layer_decay_is_refused(
+def test_a_resume_with_other_groups_of_parameters_is_refused(
     before: dict[str, Any], after: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     model, path = save_classifier(tmp_path / "model", VIT), tmp_path / "last.ckpt"
