@@ -40,7 +40,9 @@ class UnitBytes:
     gather_step: int  # of all its all-gathers in a step
     reduce_scatter_step: int  # of all its reduce-scatters
     all_reduce_step: int  # of all its all-reduces
-    num_gathers: int  # in a step; one rank has them too, as copies
+    reduced: int  # what comes out of a reduction: this rank's gradients
+    num_gathers: int  # in a step; one rank has them too, as copies to it
+    num_reductions: int  # the same, as copies from it
 
 
 def estimate_collectives(
@@ -67,11 +69,12 @@ def estimate_collectives(
         num_micro_batches: Accumulated in a step.
         num_shards: Over how many ranks each copy is split. One has nothing to gather; above, the number is the same.
     """
-    calls = list(_count_calls(plan, sharding, num_shards, num_replicas, num_micro_batches))
+    calls = list(_count_calls(plan, sharding, num_micro_batches))
+    reductions = sum(reductions for _, _, reductions in calls)
     return Collectives(
-        gathers=sum(count.gathers for _, count in calls) if num_shards > 1 else 0,
-        reduce_scatters=sum(count.reduce_scatters for _, count in calls),
-        all_reduces=sum(count.all_reduces for _, count in calls),
+        gathers=sum(gathers for _, gathers, _ in calls) if num_shards > 1 else 0,
+        reduce_scatters=reductions if num_shards > 1 else 0,
+        all_reduces=reductions if num_replicas > 1 else 0,
     )
 
 
@@ -93,7 +96,7 @@ def estimate_bytes(
     parameters = dict(model.named_parameters())
     policy = mixed_precision.build_policy()
     predicted = []
-    for unit, calls in _count_calls(plan, sharding, num_shards, num_replicas, num_micro_batches):
+    for unit, gathers, reductions in _count_calls(plan, sharding, num_micro_batches):
         # Those of no dimension are on all ranks, and not gathered.
         own = [parameters[name] for name in unit.parameters if parameters[name].ndim]
         gather = count_gathered_bytes(own, policy.param_dtype, num_shards)
@@ -102,19 +105,22 @@ def estimate_bytes(
             gather = num_shards * count_packed_bytes(num_values, sharding.gather_bits)
         trained = [p for p in own if p.requires_grad]
         scatter = reduced = count_gathered_bytes(trained, policy.reduce_dtype, num_shards)
+        shard = reduced // num_shards
         if sharding.reduce_bits is not None:
             num_values = sum(pad_numel(p, num_shards) for p in trained) // num_shards
             scatter = num_shards * count_packed_bytes(num_values, sharding.reduce_bits)
         predicted.append(
             UnitBytes(
                 unit=label_unit(unit),
-                gather=gather if calls.gathers and num_shards > 1 else 0,
-                reduce_scatter=scatter if calls.reduce_scatters else 0,
-                all_reduce=reduced // num_shards if calls.all_reduces else 0,
-                gather_step=gather * calls.gathers if num_shards > 1 else 0,
-                reduce_scatter_step=scatter * calls.reduce_scatters,
-                all_reduce_step=reduced // num_shards * calls.all_reduces,
-                num_gathers=calls.gathers,
+                gather=gather if gathers and num_shards > 1 else 0,
+                reduce_scatter=scatter if reductions and num_shards > 1 else 0,
+                all_reduce=shard if reductions and num_replicas > 1 else 0,
+                gather_step=gather * gathers if num_shards > 1 else 0,
+                reduce_scatter_step=scatter * reductions if num_shards > 1 else 0,
+                all_reduce_step=shard * reductions if num_replicas > 1 else 0,
+                reduced=shard,
+                num_gathers=gathers,
+                num_reductions=reductions,
             )
         )
     return predicted
@@ -140,21 +146,12 @@ def pad_numel(parameter: Tensor, num_shards: int) -> int:
     return ceil(rows / num_shards) * num_shards * prod(rest)
 
 
-def _count_calls(
-    plan: Sequence[Unit], sharding: Sharding, num_shards: int, num_replicas: int, num_micro_batches: int
-) -> Iterator[tuple[Unit, Collectives]]:
-    """Yield every unit that has parameters, with its collectives in a step; gathers as if there were shards."""
+def _count_calls(plan: Sequence[Unit], sharding: Sharding, num_micro_batches: int) -> Iterator[tuple[Unit, int, int]]:
+    """Yield every unit that has parameters, with how often it is gathered and reduced in a step."""
     filled = [unit for unit in plan if unit.num_params]
     first = next((i for i, unit in enumerate(filled) if unit.num_trainable), len(filled))
     for i, unit in enumerate(filled):
         is_twice = i >= first and is_gathered_again(unit, sharding)
         gathers = 0 if unit.kind == "idle" else 2 if is_twice else 1
         reductions = 0 if not unit.num_trainable else 1 if sharding.no_sync else num_micro_batches
-        yield (
-            unit,
-            Collectives(
-                gathers=gathers * (num_micro_batches if sharding.reshard_after_backward else 1),
-                reduce_scatters=reductions if num_shards > 1 else 0,
-                all_reduces=reductions if num_replicas > 1 else 0,
-            ),
-        )
+        yield unit, gathers * (num_micro_batches if sharding.reshard_after_backward else 1), reductions

@@ -231,15 +231,18 @@ def _list_settings(problem: Problem, variant: Variant, offload: CPUOffload | Non
     accumulates = problem.given_size * problem.num_micro_batches > size
     for mesh_sizes, mesh in by_sizes.items():
         shards = mesh_sizes.num_shards
+        moves = shards > 1 or offload is not None
         # What is kept after forward may as well be kept until the step: the peak is between forward and backward.
         kept = {"reshard_after_forward": False, "reshard_after_backward": not accumulates}
-        keeps: list[dict[str, Any]] = [{}, kept, *[{**kept, "no_sync": True}] * accumulates]
+        keeps: list[dict[str, Any]] = [{}, *[kept] * moves]
+        if accumulates and (moves or mesh_sizes.replicate > 1):
+            keeps.append({**keeps[-1], "no_sync": True})
         # Second gathers among fewer ranks: as configured, and those of a node.
         own = given.sharding.reshard_after_forward
         sizes = dict.fromkeys([*([] if isinstance(own, bool) else [own]), ranks.per_node])
         if given.sharding.gather_bits is None and mesh.tensor == 1:  # what was rounded is not gathered again
             keeps += [{"reshard_after_forward": n} for n in sizes if 1 < n < shards and shards % n == 0]
-        for changes in keeps if shards > 1 else [{}]:
+        for changes in keeps:
             sharding = replace(given.sharding.keep_least(), **changes)
             for recompute in recomputes:
                 yield replace(

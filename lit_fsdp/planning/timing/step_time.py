@@ -46,7 +46,6 @@ from lit_fsdp.sharding.wrap import Unit
 MODEL_SHARE = 0.85  # of what a single large product reaches, for all products of a model
 _MEMORY_SHARE = 0.8  # of the bandwidth on data sheets
 CONTENTION, CONTENTION_THROUGH_HOST = 0.4, 0.8
-_HOST_COPY_GB_S = 20.0  # of a rank, between pinned memory and its GPU by PCIe 4 x16
 _HOST_GB_S = 50.0  # of the memory of a node, for all its ranks: two channels of DDR5, or a few of DDR4
 _ARRIVING_SHARE = 0.25  # of what an update reads and writes of the host: gradients are scaled and their norms taken
 _COMPILED_SHARE = 0.4  # of the bytes that other operators move, what is left when they are fused
@@ -340,7 +339,8 @@ def time_units(work: Workload, machine: Machine) -> list[UnitTimes]:
     regather = arrange_groups(1, work.regather_ranks or machine.num_shards, *near)[0]
     filled = [unit for unit in work.plan if unit.num_params]
     num_computed = sum(unit.num_params for unit in filled if unit.kind not in ("embedding", "idle"))
-    copied = work.offloaded_bytes / sum(unit.num_params for unit in filled) / _HOST_COPY_GB_S / 1e9
+    host_gb_s = machine.gpu.host_gb_s
+    copied = work.offloaded_bytes / sum(unit.num_params for unit in filled) / host_gb_s / 1e9
     links, times = machine.links, []
     time_gather, time_reduction = partial(time_collective, "all_gather"), partial(time_collective, "reduce_scatter")
     if work.gather_bits is not None:
@@ -349,9 +349,6 @@ def time_units(work: Workload, machine: Machine) -> list[UnitTimes]:
         time_reduction = partial(time_low_bit, "reduce_bits_16" if work.reduce_bits == 16 else "reduce_bits_8")
     for unit, size in zip(filled, work.units, strict=True):
         is_regathered = size.num_gathers > work.num_micro_batches
-        # Without shards, or without replicas, one of the two is 0.
-        once, step = max((size.reduce_scatter, size.reduce_scatter_step), (size.all_reduce, size.all_reduce_step))
-        grads = size.reduce_scatter / shard.num_ranks / _HOST_COPY_GB_S / 1e9
         times.append(
             UnitTimes(
                 share=0.0 if unit.kind in ("embedding", "idle") else unit.num_params / num_computed,
@@ -360,8 +357,8 @@ def time_units(work: Workload, machine: Machine) -> list[UnitTimes]:
                 reduce_scatter=time_reduction(size.reduce_scatter, shard, links),
                 all_reduce=time_collective("all_reduce", size.all_reduce, replica, links),
                 copy_up=0.0 if unit.kind == "idle" else copied * unit.num_params,
-                copy_down=grads if work.offloaded_bytes else 0.0,
-                num_reductions=step // once if once else 0,
+                copy_down=size.reduced / host_gb_s / 1e9 if work.offloaded_bytes else 0.0,
+                num_reductions=size.num_reductions,
                 num_gathers=size.num_gathers - is_regathered * work.num_micro_batches,
                 is_regathered=is_regathered,
             )
@@ -497,7 +494,7 @@ def _list_notes(work: Workload, machine: Machine) -> list[str]:
         notes += machine.links.notes
     if work.offloaded_bytes:
         notes.append(
-            f"speed: offload: {_HOST_COPY_GB_S:.0f} GB/s between a GPU and its host, {_HOST_GB_S:.0f} GB/s of memory "
-            "for the optimizers of a node"
+            f"speed: offload: {machine.gpu.host_gb_s:.0f} GB/s between a GPU and its host, {_HOST_GB_S:.0f} GB/s of "
+            "memory for the optimizers of a node"
         )
     return notes

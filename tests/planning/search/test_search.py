@@ -136,6 +136,22 @@ def test_over_a_slow_link_parameters_are_gathered_once_a_step_or_nodes_have_copi
     assert copies.time.by_collective["all_reduce"] > 0
 
 
+def test_one_card_with_offload_keeps_what_it_has_copied_until_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lit_fsdp.planning.search.search._pick", list)
+    settings = Settings(cpu_offload=CPUOffload())
+    alone: dict[str, Any] = {
+        "ranks": Ranks(num_nodes=1, per_node=1),
+        "num_micro_batches": 8,
+        "splits_batch": False,
+        "settings": settings,
+    }
+    found = [c for c in search(describe(2**20, **alone)) if c.settings.cpu_offload is not None]
+    kept = [c for c in found if not c.settings.sharding.reshard_after_backward]
+    by_copies = sorted(found, key=lambda c: c.time.by_collective["host_copy"])
+    assert {c.settings.sharding.no_sync for c in kept} == {False, True}
+    assert all(c in kept for c in by_copies[: len(kept)])
+
+
 def test_over_several_nodes_the_second_gather_may_stay_inside_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "lit_fsdp.planning.search.search._pick", list

@@ -78,7 +78,9 @@ def count_units(plan: list[Unit], *, n: int = 1, reshard: bool = True, held: boo
                 gather_step=2 * size * gathers,
                 reduce_scatter_step=4 * size * (1 if held else n),
                 all_reduce_step=0,
+                reduced=2 * size,
                 num_gathers=gathers,
+                num_reductions=1 if held else n,
             )
         )
     return units
