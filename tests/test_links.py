@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 ADVICES = [ROOT / "benchmarks" / "results" / f"scaling_advice_2026-11-{day}.md" for day in (24, 27)]
 FEWER_BITS = ROOT / "benchmarks" / "results" / "low_bit_wire_2026-11-23.md"
 CURVES = ROOT / "benchmarks" / "results" / "low_bit_curves_2026-11-28.md"
-RESULTS = ROOT / "benchmarks" / "results" / "links_2026-11-23.md"
+RESULTS = ROOT / "benchmarks" / "results" / "links_2026-11-28.md"
 
 
 def test_the_tables_of_documentation_and_results_are_what_was_measured() -> None:
