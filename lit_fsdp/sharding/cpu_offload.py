@@ -16,8 +16,8 @@ from lit_fsdp.sharding.wrap import Unit, count_rank_bytes, count_shard_bytes
 class CPUOffload:
     """Keep each rank's shards of parameters, gradients and optimizer state in host memory.
 
-    The GPU then holds one or two gathered units and the activations. Every step copies each shard up twice and
-    its gradient down once, and the optimizer runs on the CPU.
+    The GPU then holds one or two gathered units and the activations. Every micro-batch copies each shard up
+    twice and its gradient down once, unless ``sharding`` keeps them, and the optimizer runs on the CPU.
 
     Args:
         pin_memory: Lock the host memory, so that copies overlap with compute. Pinned memory cannot be swapped
