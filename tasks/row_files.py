@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import json
 import logging
@@ -402,12 +403,14 @@ def list_folders(folder: Path) -> list[str]:
     return [path.name for path, is_folder, _ in found if is_folder]
 
 
-def _walk(folder: Path, *, is_deep: bool, above: tuple[str, ...] = ()) -> Iterator[tuple[Path, bool]]:
+def _walk(folder: Path, *, is_deep: bool, above: tuple[tuple[int, int], ...] = ()) -> Iterator[tuple[Path, bool]]:
     """Yield what is in a folder and those below it, but for folders, and whether it is a file."""
-    place = os.path.realpath(folder)
+    found = _scan(folder)
+    state = folder.stat()
+    place = state.st_dev, state.st_ino
     if place in above:  # a link leads back up
         return
-    for path, is_folder, is_file in _scan(folder):
+    for path, is_folder, is_file in found:
         if not is_folder:
             yield path, is_file
         elif is_deep:
@@ -427,8 +430,10 @@ def _scan(folder: Path) -> list[tuple[Path, bool, bool]]:
     for entry in shown:
         try:  # of the entry: of a path, each question is a round trip on a network disk
             found.append((Path(entry.path), entry.is_dir(), entry.is_file()))
-        except OSError:  # a link to itself
-            found.append((Path(entry.path), False, False))
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise ValueError(f"{entry.path}: cannot be read: {error.strerror}") from error
+            found.append((Path(entry.path), False, False))  # a link to itself
     return found
 
 

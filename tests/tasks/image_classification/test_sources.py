@@ -500,6 +500,10 @@ def test_folders_behind_links_are_read_and_broken_links_are_refused(tmp_path: Pa
     (tmp_path / "data" / "eel").symlink_to("eel")
     with pytest.raises(ValueError, match=r"data/eel: is a link to eel, which is not there; mend the link"):
         find(tmp_path / "data")
+    (tmp_path / "data" / "eel").unlink()
+    (tmp_path / "data" / "gnu").symlink_to("n" * 300)  # of which nothing can be asked, as behind a closed folder
+    with pytest.raises(ValueError, match=r"data/gnu: cannot be read: File name too long"):
+        find(tmp_path / "data")
 
 
 def write_tar(path: Path, members: dict[str, bytes]) -> str:
