@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -32,6 +33,7 @@ from lit_fsdp.tasks.row_files import (
 )
 
 DIGITS = "digits"
+_NUM_ASKED = 16  # files at a time, as each question is a round trip on a network disk
 _DIGITS_SEED = 0  # of the held-out fifth; results on it are compared
 
 
@@ -269,10 +271,15 @@ def _read_manifest(path: Path, fields: Fields, *, needs_labels: bool, needs_file
 
 
 def _refuse_missing(table: Path, rows: Sequence[Row], paths: Sequence[Path]) -> None:
-    """Refuse a table of which files are not there; each rank asks for its share of them."""
+    """Refuse a table of which files are not there; each rank asks for its share of them, many at a time."""
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    own = range(rank, len(paths), world_size)
-    missing = sorted(chain(*agree(lambda: [i for i in own if not paths[i].is_file()])))
+
+    def find(first: int) -> list[int]:
+        return [i for i in range(first, len(paths), _NUM_ASKED * world_size) if not paths[i].is_file()]
+
+    with ThreadPoolExecutor(_NUM_ASKED) as threads:
+        firsts = range(rank, _NUM_ASKED * world_size, world_size)
+        missing = sorted(chain(*agree(lambda: list(chain(*threads.map(find, firsts))))))
     if missing:
         first = missing[0]
         raise ValueError(
