@@ -217,12 +217,13 @@ class ResumableLoader(DataLoader[Any]):
         place.set_epoch(place.epoch + 1)
 
     def _start(self) -> Iterator[Any]:
-        """Return batches from the present place on. Workers are seeded by it, as a resumed run starts them once more.
+        """Return batches from the present place on.
 
-        A seed that is drawn would leave other numbers to the steps, as to dropout.
+        Workers are seeded by it and by the seed of the run, as a resumed run starts them once more. A seed that is
+        drawn would leave other numbers to the steps, as to dropout.
         """
         place = self._sampler
-        seed = mix_seeds(place.seed, place.rank, place.epoch, place.samples_seen)
+        seed = mix_seeds(torch.initial_seed(), place.seed, place.rank, place.epoch, place.samples_seen)
         self.generator = torch.Generator().manual_seed(seed)
         return super().__iter__()
 

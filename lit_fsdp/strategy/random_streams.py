@@ -41,7 +41,7 @@ class RandomStreams(ParallelStrategy):
 
     @contextmanager
     def _own_generators(self) -> Iterator[None]:
-        # Not when loading: our data loader draws its seed in between, as it did before the checkpoint.
+        # Not when loading: what is drawn in between, as by a sampler, is not what was drawn after the checkpoint.
         if self._restore_own is not None:
             self._restore_own()
             self._restore_own = None

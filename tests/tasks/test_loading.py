@@ -374,6 +374,26 @@ def test_an_epoch_leaves_the_numbers_that_steps_draw_alone_as_a_resumed_run_begi
     assert torch.equal(torch.get_rng_state(), before)
 
 
+class Noise:
+    """Rows that are drawn."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.rand(2)
+
+
+def test_what_rows_draw_in_workers_depends_on_the_seed_of_the_run() -> None:
+    def draw(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        return torch.cat(list(build_train_loader(Noise(), batch_size=4, collate=torch.stack, num_workers=1)))
+
+    first = draw(5)
+    assert torch.equal(draw(5), first)
+    assert not torch.equal(draw(6), first)
+
+
 def test_samplers_of_several_ranks_know_their_own_share() -> None:
     ranks = samplers(20, 2, 3)
     for sampler in ranks:
