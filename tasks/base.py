@@ -119,6 +119,8 @@ class Task(TakesMappings, LightningModule):
         """
         is_quantized = getattr(self, "quantization", None) is not None
         check_lightning_strategy(trainer, optimizer=self.optimizer_settings.name, is_quantized=is_quantized)
+        if isinstance(trainer.strategy, FSDP2Strategy):
+            self.optimizer_settings.check_tensor(trainer.strategy.settings.mesh.tensor)
 
     @override
     def setup(self, stage: str) -> None:

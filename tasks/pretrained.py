@@ -312,23 +312,7 @@ class PretrainedTask(Task):
 
     @override
     def describe_misfit(self, checkpoint: Mapping[str, Any]) -> str | None:
-        stored = checkpoint.get(LORA)
-        if EXPORT not in checkpoint or not isinstance(stored, Mapping | None):
-            return None
-        if (stored is None) != (self.lora is None):
-            holds, trains = ("adapters", "has none") if self.lora is None else ("whole weights", "has adapters")
-            return f"lora: it holds {holds}, this run {trains}"
-        if stored is not None and self.lora is not None:
-            own = asdict(self.lora)
-            for name in ("r", "rank_pattern", "use_dora", *_MEANINGS):
-                if name in stored and stored[name] != own[name]:
-                    return f"lora.{name}: it was saved with {stored[name]!r}, this run has {own[name]!r}"
-        config = json.loads(str(checkpoint[EXPORT].get("config.json", "{}")))
-        for name, value in (self.config_settings or {}).items():
-            is_size = name == "model_type" or (SIZES.fullmatch(name) and name != "vocab_size")
-            if is_size and config.get(name, value) != value:
-                return f"config.{name}: it was saved with {config[name]!r}, this run has {value!r}"
-        return None
+        return describe_misfit(checkpoint, lora=self.lora, config=self.config_settings)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -412,6 +396,35 @@ def _compare_quantization(stored: Quantization, given: Quantization) -> None:
     # That of a checkpoint is given with what its base was stored with.
     if given.skip_modules not in (None, stored.skip_modules):
         raise ValueError("quantization.skip_modules: the weights of pretrained are quantized already; leave it out")
+
+
+def describe_misfit(
+    checkpoint: Mapping[str, Any], *, lora: LoRA | None, config: Mapping[str, Any] | None
+) -> str | None:
+    """Return why adapters and sizes of a run are not those of a checkpoint, ``None`` where they may be.
+
+    Args:
+        checkpoint: Its metadata.
+        lora: Of the run.
+        config: Of a model that the run makes itself.
+    """
+    stored = checkpoint.get(LORA)
+    if EXPORT not in checkpoint or not isinstance(stored, Mapping | None):
+        return None
+    if (stored is None) != (lora is None):
+        holds, trains = ("adapters", "has none") if lora is None else ("whole weights", "has adapters")
+        return f"lora: it holds {holds}, this run {trains}"
+    if stored is not None and lora is not None:
+        own = asdict(lora)
+        for name in ("r", "rank_pattern", "use_dora", *_MEANINGS):
+            if name in stored and stored[name] != own[name]:
+                return f"lora.{name}: it was saved with {stored[name]!r}, this run has {own[name]!r}"
+    saved = json.loads(str(checkpoint[EXPORT].get("config.json", "{}")))
+    for name, value in (config or {}).items():
+        is_size = name == "model_type" or (SIZES.fullmatch(name) and name != "vocab_size")
+        if is_size and saved.get(name, value) != value:
+            return f"config.{name}: it was saved with {saved[name]!r}, this run has {value!r}"
+    return None
 
 
 def check_adapters(

@@ -28,6 +28,7 @@ from lit_fsdp.strategy.data_module import get_data_module
 from lit_fsdp.tasks.base import Task
 from lit_fsdp.tasks.lr_schedule import LRSchedule
 from lit_fsdp.tasks.masks import keep_branches
+from lit_fsdp.tasks.pretrained import describe_misfit
 from lit_fsdp.tasks.tts.batch_places import count_step
 from lit_fsdp.tasks.tts.checkpoint import SPEECH, check_run, describe_run, read_generation_config
 from lit_fsdp.tasks.tts.evaluation.generated import describe_samples
@@ -389,6 +390,10 @@ class TextToSpeech(Task):
                 data = get_data_module(self.trainer)
                 self._files = describe_run(self.read_config(), data, **self._origin)
             checkpoint.update(self._files)
+
+    @override
+    def describe_misfit(self, checkpoint: Mapping[str, Any]) -> str | None:
+        return describe_misfit(checkpoint, lora=self.lora, config=self.config_settings)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

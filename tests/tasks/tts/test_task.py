@@ -33,6 +33,7 @@ from lit_fsdp.profiling.communication_meter import CommunicationMeter
 from lit_fsdp.profiling.expected_communication import estimate_bytes
 from lit_fsdp.sharding.mesh import DataRanks
 from lit_fsdp.tasks import Sampling, SpeechEval, TextToSpeech
+from lit_fsdp.tasks.tts.checkpoint import describe_run
 from lit_fsdp.tasks.tts.config import parse_config
 from lit_fsdp.tasks.tts.families.qwen3_layout import collate_training, encode_text
 from lit_fsdp.tasks.tts.families.qwen3_model import Qwen3TTS
@@ -208,6 +209,17 @@ def test_a_bound_that_leaves_a_rank_without_a_batch_is_refused_by_its_name(prepa
     data.trainer = trainer
     with pytest.raises(ValueError, match="got 500: all 18 rows come together in 1 batches, for 2 ranks: expected"):
         data.train_dataloader()
+
+
+def test_checkpoints_of_other_adapters_are_passed_over() -> None:
+    def describe(saved: LoRA | None, now: LoRA | None) -> str | None:
+        kept = describe_run(parse_config(make_config()), None, pretrained=None, lora=saved, quantization=None)
+        return TextToSpeech(config=make_config(), lora=now).describe_misfit(kept)
+
+    assert describe(None, None) is None
+    assert describe(LoRA(r=2), LoRA(r=2, dropout=0.1)) is None
+    assert describe(None, LoRA(r=2)) == "lora: it holds whole weights, this run has adapters"
+    assert describe(LoRA(r=2), LoRA(r=4)) == "lora.r: it was saved with 2, this run has 4"
 
 
 def test_accumulated_batches_that_say_nothing_of_their_step_are_refused() -> None:
