@@ -13,6 +13,7 @@ from PIL import ExifTags, Image
 from lit_fsdp.errors import get_first_line
 
 SUFFIXES = (".avif", ".bmp", ".gif", ".jfif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+UNREAD = (".dng", ".exr", ".heic", ".heif", ".j2k", ".jp2", ".jxl", ".psd", ".svg", ".tga")  # which hold images, too
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,

@@ -6,19 +6,20 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
 from PIL import Image
 
-from lit_fsdp.checkpoint.remote import UnreachableError, locate
+from lit_fsdp.checkpoint.remote import Location, UnreachableError, locate
 from lit_fsdp.checkpoint.sharded import agree
 from lit_fsdp.errors import get_first_line
 from lit_fsdp.files import refuse_special_file
 from lit_fsdp.tasks.data import DEFAULT_SPLITS, Split
-from lit_fsdp.tasks.image_classification.images import SUFFIXES, Images, decode
+from lit_fsdp.tasks.image_classification.images import SUFFIXES, UNREAD, Images, decode
 from lit_fsdp.tasks.image_classification.manifests import MANIFESTS, get_label, read_table
 from lit_fsdp.tasks.image_classification.shards import is_url, read_object, read_shards
 from lit_fsdp.tasks.row_files import (
@@ -160,20 +161,34 @@ def _open_folder(folder: Path, source: str, *, needs_labels: bool) -> Images:
 
 def _list_folder(folder: Path) -> Images:
     """Return ``folder/<class>/**/<image>``, or images that lie in the folder itself, which have no labels."""
-    loose = list_files(folder, SUFFIXES, is_deep=False)
     names = list_folders(folder)
     refuse_splits(folder, [f"{name}/" for name in names])  # if all are, they would be taken for classes
-    found = [(path, name) for name in names for path in list_files(folder / name, SUFFIXES)]
+    kinds = (*SUFFIXES, *UNREAD)
+    there: list[tuple[Path, str | None]] = [(path, None) for path in list_files(folder, kinds, is_deep=False)]
+    there += [(path, name) for name in names for path in list_files(folder / name, kinds)]
+    loose = [path for path, name in there if name is None and path.suffix.lower() in SUFFIXES]
+    found = [(path, name) for path, name in there if name is not None and path.suffix.lower() in SUFFIXES]
     if loose and found:
         raise ValueError(f"{folder}: holds images beside folders of classes, such as {loose[0].name}; move them")
     if not loose and not found:
         raise ValueError(f"{folder}: no images: expected {folder.name}/<class>/<image> with {', '.join(SUFFIXES)}")
+    _warn_of_unread(folder, [path.name for path, _ in there])
     if loose:
         return _open_files(loose, None)
     filled = {name for _, name in found}
     if empty := [name for name in names if name not in filled]:
         raise ValueError(f"{folder}: no images in {', '.join(empty[:5])}; remove empty folders, or fill them")
     return _open_files([path for path, _ in found], [name for _, name in found], class_names=sort_labels(names))
+
+
+def _warn_of_unread(folder: Location, names: Sequence[str]) -> None:
+    """Warn of files among images that hold some, too, and are left out."""
+    unread = [name for name in names if PurePath(name).suffix.lower() in UNREAD]
+    if unread:
+        rank_zero_warn(
+            f"{folder}: {len(unread)} files there are not read, such as {unread[0]}: expected {', '.join(SUFFIXES)}; "
+            "convert them, or move them away"
+        )
 
 
 def _describe_both(source: str, shard: str, image: str) -> ValueError:
@@ -219,6 +234,8 @@ def _find_objects(source: str) -> dict[str, tuple[str, int]]:
     }
     shard = next((path.name for path in found if path.suffix == ".tar" and path.parent == where), None)
     if shard is None:
+        if images:
+            _warn_of_unread(where, [path.name for path in found])
         return images
     if inside := next((name for name, _ in images.values() if "/" in name), None):
         raise _describe_both(source, shard, inside)

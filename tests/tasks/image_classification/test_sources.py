@@ -506,6 +506,20 @@ def test_folders_behind_links_are_read_and_broken_links_are_refused(tmp_path: Pa
         find(tmp_path / "data")
 
 
+def test_images_that_are_not_read_are_warned_of(tmp_path: Path) -> None:
+    write_folder(tmp_path / "data", {"cat": 1, "dog": 1})
+    (tmp_path / "data" / "dog" / "001.HEIC").touch()
+    (tmp_path / "data" / "cat" / "notes.txt").touch()
+    store = fsspec.filesystem("memory")
+    store.pipe({f"/mixed/{name}": b"" for name in ("cat/0.jpg", "dog/0.jpg", "dog/001.HEIC")})
+    try:
+        for source in (str(tmp_path / "data"), "memory://mixed"):
+            with pytest.warns(UserWarning, match=r"1 files there are not read, such as 001\.HEIC: expected \.avif, "):
+                assert len(find(source)) == 2
+    finally:
+        store.rm("/mixed", recursive=True)
+
+
 def write_tar(path: Path, members: dict[str, bytes]) -> str:
     with tarfile.open(path, "w") as tar:
         for name, content in members.items():
