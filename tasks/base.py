@@ -188,6 +188,7 @@ class Task(TakesMappings, LightningModule):
         Returns:
             Notes for the user, printed beside the plan.
         """
+        self.check_strategy(self.trainer)
         if self.optimizer_settings.name != "adamw_8bit_paged":
             return []
         return ["adamw_8bit_paged: its state is counted in full, though the driver may move it to host memory"]

@@ -191,6 +191,12 @@ STRATEGY = [
     fit("hang report of a word", {"strategy.hang_report_s": "never"}, "hang_report_s"),
     fit("retries negative", {"strategy.oom_retries": -1}, "oom_retries"),
     fit("retries of split layers", {"strategy.oom_retries": 2, "strategy.mesh.tensor": 2}, "oom_retries"),
+    *(
+        fit(f"{name} over split layers",
+            {"strategy.mesh.tensor": 2, "trainer.devices": 2, "model.optimizer": {"name": name}},
+            f"optimizer.name: got {name} with mesh.tensor: 2", "set optimizer.name: adamw")
+        for name in ("adamw_8bit", "adafactor", "muon")
+    ),
     fit("async save a word", {"strategy.async_save": "yes please"}, "async_save"),
     fit("async single file", {"strategy.async_save": True, "strategy.checkpoint_format": "single_file"}, "async_save"),
 ]  # fmt: skip

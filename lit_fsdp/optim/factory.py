@@ -91,6 +91,14 @@ class Optimizer:
                 "host memory, and here all state is in host memory anyway; set adamw_8bit"
             )
 
+    def check_tensor(self, num_ranks: int) -> None:
+        """Refuse an optimizer of whole rows where this many ranks split layers, some of them by columns."""
+        if num_ranks > 1 and self.name != "adamw":
+            raise ValueError(
+                f"optimizer.name: got {self.name} with mesh.tensor: {num_ranks}: it works on whole rows, and some "
+                "layers are split by columns; set optimizer.name: adamw, or mesh.tensor: 1"
+            )
+
 
 def build_optimizer(
     parameters: Iterable[nn.Parameter],
