@@ -78,6 +78,7 @@ from lit_fsdp.strategy.lightning_internals import (
     count_steps_of_loggers,
     evaluate_without_inference_mode,
     forget_train_loader,
+    is_last_micro_batch,
     is_placeholder,
     keep_links,
     save_where_all_fail,
@@ -648,18 +649,28 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         if not self._has_checked_gradients and self.device_mesh is not None:
             self._has_checked_gradients = check_gradients(self._module, self.device_mesh)
 
-    def begin_backward(self, loss: Tensor, optimizer: Optimizer) -> Tensor:
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        return self.end_backward(self.begin_backward(closure_loss, optimizer, *args, **kwargs))
+
+    def begin_backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run all of ``backward`` but what follows the gradients; return the loss as it was scaled."""
         with self._own_generators():
             self.pre_backward(loss)
             loss = self.precision_plugin.pre_backward(loss, self._module)
-            self.precision_plugin.backward(loss, self._module, optimizer)
+            self.precision_plugin.backward(loss, self._module, optimizer, *args, **kwargs)
         return loss
 
-    def end_backward(self, loss: Tensor) -> None:
-        """Run what follows the gradients of a micro-batch."""
+    def end_backward(self, loss: Tensor) -> Tensor:
+        """Run what follows the gradients of a micro-batch; return the loss without its graph."""
+        if not self.settings.sharding.reshard_after_backward and is_last_micro_batch(self._module.trainer):
+            for unit in self._units:  # hooks look for gradients in the module, and shards have them
+                if unit.is_gathered and any(shard.grad is not None for shard in unit.list_shards()):
+                    unit.reshard()
         with self._own_generators():
-            self.post_backward(self.precision_plugin.post_backward(loss, self._module))
+            loss = self.precision_plugin.post_backward(loss, self._module)
+            self.post_backward(loss)
+        return loss
 
     @property
     def redone_steps(self) -> list[str]:

@@ -129,6 +129,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "offload, optimizer beside compute": {"cpu_offload": OVERLAPPED},
     "the same, accumulation": {"cpu_offload": OVERLAPPED, "accumulate": 2},
     "kept gathered": {"sharding": Sharding(reshard_after_forward=False)},
+    "gathered once a step": {
+        "sharding": Sharding(reshard_after_forward=False, reshard_after_backward=False),
+        "accumulate": 2,
+    },
     "prefetch": {"sharding": Sharding(forward_prefetch=2, backward_prefetch=2)},
     "two gradients under way": {"sharding": Sharding(reduce_scatter_max_input_buffers=2)},
     "8 bits": {"sharding": Sharding(gather_bits=8, reduce_bits=8)},

@@ -688,6 +688,39 @@ def test_steps_differentiate_inside_where_gathered_weights_stay(kind: str, is_by
     compare(partial(Differentiated, kind, is_by_hand), tmp_path, strategy=strategy)
 
 
+class Clamps(Plain):
+    """Changes gradients by itself, after backward."""
+
+    def on_after_backward(self) -> None:
+        for parameter in self.net.parameters():
+            if parameter.grad is not None:
+                parameter.grad.clamp_(-1e-2, 1e-2)
+
+
+class ClampsByHand(Clamps):
+    """Does so for each of several steps of a bare optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers(use_pl_optimizer=False)
+        for _ in range(2):
+            self.manual_backward(self.net(batch["x"]).square().mean())
+            self.net.zero_grad()
+            self.manual_backward(super().training_step(batch, 0))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.full(after=1)
+@pytest.mark.parametrize("build", [Clamps, ClampsByHand])
+def test_hooks_after_backward_find_gradients_where_gathered_weights_stay(build: type[Plain], tmp_path: Path) -> None:
+    kept = Sharding(reshard_after_forward=False, reshard_after_backward=False)
+    compare(build, tmp_path, strategy={"sharding": kept, "wrap": Wrap(module_classes=["Linear"])})
+
+
 class Whole(Plain):
     """Has a whole number for a parameter, which trains nothing."""
 
