@@ -162,6 +162,8 @@ class PretrainedTask(Task):
             return
         with explain_build_errors(self.config_settings):
             model = self.build_model(self.read_config())
+        if self.stored_adapters is not None and self.lora is not None:
+            self.lora = self.stored_adapters.choose_saved(model, self.lora)
         self.resolve_quantization(model)
         self.adapt_model(model, lora=self.lora, quantization=self.quantization)
         self.change_model(model)

@@ -43,6 +43,7 @@ _ALLOWED: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "init_lora_weights": (True, "gaussian", "orthogonal", "eva"),  # others change the base when peft loads them
 }
+_OF_CLASSIFIERS = ("classifier", "score")  # peft trains both in full, whichever the model has
 _OF_RUN = ("pretrained", "init_lora_weights", "dropout", "dtype")  # settings that adapters do not bring along
 
 
@@ -66,6 +67,12 @@ class StoredAdapters:
         """Download them, unless they are there."""
         if self.checkpoint is None:
             fetch_pretrained(self.given, _SETTING, _FILES)
+
+    def choose_saved(self, model: nn.Module, lora: LoRA) -> LoRA:
+        """Return settings without the head of another classifier, which peft names in those of all of them."""
+        names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+        saved = [n for n in lora.modules_to_save if n in names or n not in _OF_CLASSIFIERS]
+        return replace(lora, modules_to_save=saved)
 
     def fill(self, model: nn.Module) -> None:
         """Read this rank's rows of them into a model with adapters of these settings.
@@ -98,6 +105,7 @@ def open_adapters(lora: LoRA) -> StoredAdapters:
         path = path.expanduser() if isinstance(path, Path) else path
         is_run = isinstance(path, RemotePath) or (path.exists() and not (path / ADAPTER_CONFIG).is_file())
         if not is_run:
+            given = str(path) if path.exists() else given  # an address of this machine, too
             fetch_pretrained(given, _SETTING, (ADAPTER_CONFIG,))
             found = read_adapter_folder(get_pretrained_folder(given, (ADAPTER_CONFIG,)))
             return StoredAdapters(given=given, lora=_complete(lora, found.lora, given), base=found.base)
@@ -135,6 +143,7 @@ def read_adapter_folder(folder: Path) -> AdapterFolder:
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
         lora = _read_peft(settings)
+        lora.check(is_quantized=False)
         base, kind = settings.get("base_model_name_or_path"), settings.get("task_type")
         return AdapterFolder(lora=lora, base=base, task_type=kind)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -168,7 +177,9 @@ def naming(setting: str) -> Iterator[None]:
 
 
 def _fill_from_checkpoint(model: nn.Module, stored: StoredCheckpoint, lora: LoRA) -> None:
-    shapes = {name: tuple(tensor.size) for name, tensor in stored.tensors.items()}
+    # One with frozen weights holds those of the base, which is compared by its fingerprint.
+    trained = [name for name in stored.tensors if is_adapter_name(name) or is_saved(name, lora)]
+    shapes = {name: tuple(stored.tensors[name].size) for name in trained}
 
     def read_rows(name: str, begin: int, end: int) -> Tensor:
         tensor = stored.read({name: stored.describe(name)})[name]

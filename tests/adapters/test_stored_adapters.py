@@ -1,5 +1,6 @@
 """A run that starts from adapters of another one goes on as stock peft does, and refuses those that do not fit."""
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,9 @@ from transformers import AutoModelForCausalLM
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.checkpoint.reader import open_checkpoint
+from lit_fsdp.export.folder import ADAPTER_CONFIG
 from lit_fsdp.tasks import PreferenceTuning
+from lit_fsdp.tasks.stored_adapters import open_adapters
 from ranks import RankError, run_ranks
 
 LORA = LoRA(r=4, alpha=12, use_rslora=True, rank_pattern={"q_proj": 2}, modules_to_save=["lm_head", "model.norm"])
@@ -69,8 +72,8 @@ def test_training_goes_on_from_a_folder_of_peft_as_in_peft(
     assert max(differences.values()) <= TOLERANCE, differences
 
 
-def save_run(base: Path, path: Path) -> None:
-    trainer = build_trainer(FSDP2Strategy(print_plan=False), max_steps=2)
+def save_run(base: Path, path: Path, save_frozen: bool | None = None) -> None:
+    trainer = build_trainer(FSDP2Strategy(print_plan=False, save_frozen=save_frozen), max_steps=2)
     trainer.fit(build_task(base, lora=LORA), Rows(67, BATCH // 2))
     trainer.save_checkpoint(path)
 
@@ -93,6 +96,23 @@ def test_preferences_start_from_a_run_and_are_compared_with_it(base: Path, run: 
     result, _ = train_preferences(tmp_path, 2, {"lora": LoRA(pretrained=str(run))})
     assert result.losses[0] == pytest.approx(0.6931472, abs=1e-6)  # the reference is what it starts from
     assert result.losses[-1] < result.losses[0]
+
+
+@pytest.mark.full
+def test_training_starts_from_a_run_that_saved_frozen_weights_too(base: Path, run: Path, tmp_path: Path) -> None:
+    run_ranks(save_run, base, tmp_path / "last.ckpt", True)
+    _, truth = train_sharded(base, tmp_path, 2, lora=LoRA(pretrained=str(run)), max_steps=1)
+    _, start = train_sharded(base, tmp_path, 2, lora=LoRA(pretrained=str(tmp_path / "last.ckpt")), max_steps=1)
+    assert all(torch.equal(start[name], value) for name, value in truth.items())
+
+
+def test_a_folder_of_peft_is_read_by_its_address_and_its_odd_values_are_refused(adapters: Path, tmp_path: Path) -> None:
+    assert open_adapters(LoRA(pretrained=adapters.as_uri())).lora.r == LORA.r
+    for name, value in (("rank_pattern", [1]), ("lora_alpha", None), ("r", "x")):
+        settings = json.loads((adapters / ADAPTER_CONFIG).read_text())
+        (tmp_path / ADAPTER_CONFIG).write_text(json.dumps({**settings, name: value}))
+        with pytest.raises(ValueError, match=f"^lora.pretrained: .*{ADAPTER_CONFIG}: .*: expected adapters of LoRA"):
+            open_adapters(LoRA(pretrained=str(tmp_path)))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from text_tasks import BERT, LLAMA, MODERNBERT, SAVED, VOCAB_SIZE, save_tokenizer, train, train_plainly, write_rows
 from torch.nn import functional
 from training import GLOBAL_BATCH, NUM_STEPS, list_differences
@@ -117,6 +118,35 @@ def test_two_ranks_train_as_transformers_does_resume_and_export(
         model.load_state_dict(result.weights, strict=False)
         # The weights are equal bit for bit; kernels round by where they lie in memory.
         assert torch.allclose(exported.eval()(**inputs).logits, model.eval()(**inputs).logits, rtol=0, atol=1e-6)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("config", [BERT, LLAMA], ids=["encoder", "decoder"])
+def test_training_goes_on_from_a_classifier_of_peft_as_in_peft(config: dict[str, Any], tmp_path: Path) -> None:
+    """Its settings name the heads of two kinds of classifiers."""
+    problem = "single_label_classification"
+    start, rows = save_start(tmp_path, config, problem), make_rows(problem)
+    lora = LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["query" if config is BERT else "q_proj"])
+    model = get_peft_model(AutoModelForSequenceClassification.from_pretrained(start, dtype=torch.float32), lora)
+    for parameter in (p for p in model.parameters() if p.requires_grad):
+        parameter.data += 0.02 * torch.randn_like(parameter)
+    model.save_pretrained(tmp_path / "adapters")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+
+    def compute_loss(step: int) -> torch.Tensor:
+        batch = rows[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH]
+        return compute_stock_loss(model, tokenizer, batch, problem)
+
+    truth = train_plainly(model, compute_loss)
+    given = LoRA(pretrained=str(tmp_path / "adapters"))
+    result, _ = train(
+        tmp_path / "out", lambda: (SequenceClassification(pretrained=start, lora=given), make_data(tmp_path, problem))
+    )
+    names = {
+        name: name.removeprefix("base_model.model.").replace("modules_to_save.default.", "") for name in truth.weights
+    }
+    truth.weights = {names[name]: weight for name, weight in truth.weights.items()}
+    assert max(list_differences(result, truth).values()) <= 1e-6
 
 
 @pytest.mark.full
