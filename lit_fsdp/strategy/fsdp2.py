@@ -624,14 +624,17 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         if self._rank_paths is not None:
             closure = self._rank_paths.compare_after(closure, self._module.trainer.global_step + 1)
 
+        # Of several optimizers, another may have a backward to come.
+        own = None if self._module.automatic_optimization else optimizer
+
         def compute_gradients() -> Any:
             result = closure()
-            self._reshard(optimizer)  # what backward has left gathered: clipping and the step need none of it
+            self._reshard(own)  # what backward has left gathered: clipping and the step need none of it
             return result
 
         result = super().optimizer_step(optimizer, compute_gradients, model, **kwargs)
         # What a forward after backward has gathered, such as that of a hook, is old by now.
-        self._reshard(optimizer)
+        self._reshard(own)
         return result
 
     def _reshard(self, optimizer: Optimizer | None = None) -> None:

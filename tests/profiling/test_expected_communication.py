@@ -172,7 +172,7 @@ def test_bytes_follow_the_dtypes_and_the_rows_that_are_filled_up(
 def test_adapters_and_codes_keep_dtypes_of_their_own(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", **{**EVEN, "hidden_size": 64})
     options = {"lora": LoRA(r=3), "quantization": Quantization(), "precision": "bf16-true"}
-    for strategy in ({}, {"sharding": Sharding(reduce_bits=8)}):
+    for strategy in ({}, {"sharding": Sharding(reduce_bits=8)}, {"sharding": KEPT}):
         run_ranks(partial(count_and_compare, **options), folder, strategy, 2, 1)
 
 

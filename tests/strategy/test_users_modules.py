@@ -714,9 +714,28 @@ class ClampsByHand(Clamps):
             optimizer.zero_grad()
 
 
+class Follows(Plain):
+    """Predicts what an average of its own weights says, which follows after each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        return nn.functional.mse_loss(self.net(batch["x"]), batch["y"] + self.target(batch["x"]))
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        for own, average in zip(self.net.parameters(), self.target.parameters(), strict=True):
+            average.lerp_(own, 0.3)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.net.parameters(), lr=1e-2, eps=1e-4)
+
+
 @pytest.mark.full(after=1)
-@pytest.mark.parametrize("build", [Clamps, ClampsByHand])
-def test_hooks_after_backward_find_gradients_where_gathered_weights_stay(build: type[Plain], tmp_path: Path) -> None:
+@pytest.mark.parametrize("build", [Clamps, ClampsByHand, Follows])
+def test_hooks_find_gradients_and_shards_where_gathered_weights_stay(build: type[Plain], tmp_path: Path) -> None:
     kept = Sharding(reshard_after_forward=False, reshard_after_backward=False)
     compare(build, tmp_path, strategy={"sharding": kept, "wrap": Wrap(module_classes=["Linear"])})
 
