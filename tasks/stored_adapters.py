@@ -17,6 +17,7 @@ from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.checkpoint.manifest import read_manifest
 from lit_fsdp.checkpoint.reader import StoredCheckpoint, open_checkpoint, resolve_checkpoint
 from lit_fsdp.checkpoint.remote import RemotePath, locate
+from lit_fsdp.checkpoint.sharded import agree
 from lit_fsdp.export.adapter import ADAPTER_FILE, name_for_peft, needs_base
 from lit_fsdp.export.folder import ADAPTER_CONFIG
 from lit_fsdp.export.merge import is_saved
@@ -78,13 +79,23 @@ class StoredAdapters:
         """Read this rank's rows of them into a model with adapters of these settings.
 
         Raises:
-            ValueError: They do not fit the model.
+            ValueError: They do not fit the model, or ranks have found others.
         """
         with naming(_SETTING):
+            if self.checkpoint is not None and len({*agree(self.compute_fingerprint)}) > 1:
+                raise ValueError(
+                    f"got {self.given!r}: ranks have found several checkpoints, as it goes on saving; set it to one of "
+                    f"them, such as {self.checkpoint.path}"
+                )
             if self.checkpoint is None:
                 fill_adapters(model, get_pretrained_folder(self.given, _FILES), self.lora)
             else:
                 _fill_from_checkpoint(model, self.checkpoint, self.lora)
+
+    @property
+    def place(self) -> str:
+        """Where they are: of a run, which checkpoint."""
+        return self.given if self.checkpoint is None else str(self.checkpoint.path)
 
     def compute_fingerprint(self) -> str:
         """Return what tells their values from others."""

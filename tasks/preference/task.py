@@ -57,6 +57,7 @@ from lit_fsdp.weights.load import load_weights
 from lit_fsdp.weights.safetensors_io import compute_fingerprint
 
 Reference = Literal["auto", "adapters", "precomputed", "model"]
+_COMPARED = "compared"  # in the metadata of a checkpoint
 _OF_PAIRS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
 _OF_LABELS = ("rewards/chosen", "rewards/rejected", "kl")
 _LOGPS = ("logps/chosen", "logps/rejected")
@@ -122,6 +123,7 @@ class PreferenceTuning(CausalLM):
         self._given_quantization = self.quantization
         # Of labelled answers there is no share that is right.
         self.headline_metric = "rewards/margins" if self.loss.is_unpaired else "rewards/accuracies"
+        self._compared: dict[str, str] | None = None  # the adapters that it is compared with, as training began
         self._has_trained = False  # the model is no longer the one that training started from
         self._sums: dict[bool, Tensor] = {}  # [2, metrics] sums and counts, of training and of evaluation
 
@@ -227,6 +229,8 @@ class PreferenceTuning(CausalLM):
     @override
     def on_fit_start(self) -> None:
         super().on_fit_start()
+        if self.reference_source == "precomputed" and (adapters := self.stored_adapters) is not None:
+            self._compared = {"place": adapters.place, "fingerprint": adapters.compute_fingerprint()}
         self._precompute("train", "validation")
 
     @override
@@ -305,6 +309,16 @@ class PreferenceTuning(CausalLM):
             num_bad = int(np.isnan(whole).any(1).sum())
             raise ValueError(f"reference: the log-probabilities of {num_bad} rows of {split} are no numbers")
         return whole
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        stored, own = checkpoint.get(_COMPARED), self._compared
+        if stored is not None and own is not None and stored["fingerprint"] != own["fingerprint"]:
+            raise ValueError(
+                f"lora.pretrained: {own['place']} holds other values by now than the reference of this run: set it to "
+                f"what training started from, {stored['place']}"
+            )
 
     @contextmanager
     def _use_reference(self) -> Iterator[PreTrainedModel]:
@@ -436,6 +450,8 @@ class PreferenceTuning(CausalLM):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
         checkpoint["targets_name"] = "labelled answers" if self.loss.is_unpaired else "preference pairs"  # in the card
+        if self._compared is not None:
+            checkpoint[_COMPARED] = self._compared
 
     # Metrics
 

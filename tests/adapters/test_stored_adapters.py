@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from adapter_training import BASES, BATCH, SIZES, TOLERANCE, compare, train_plainly, train_sharded
+from lightning.pytorch.callbacks import ModelCheckpoint
 from peft import PeftModel, get_peft_model
 from preference_training import train as train_preferences
 from preference_training import write_pairs
@@ -72,8 +74,8 @@ def test_training_goes_on_from_a_folder_of_peft_as_in_peft(
     assert max(differences.values()) <= TOLERANCE, differences
 
 
-def save_run(base: Path, path: Path, save_frozen: bool | None = None) -> None:
-    trainer = build_trainer(FSDP2Strategy(print_plan=False, save_frozen=save_frozen), max_steps=2)
+def save_run(base: Path, path: Path, save_frozen: bool | None = None, max_steps: int = 2) -> None:
+    trainer = build_trainer(FSDP2Strategy(print_plan=False, save_frozen=save_frozen), max_steps=max_steps)
     trainer.fit(build_task(base, lora=LORA), Rows(67, BATCH // 2))
     trainer.save_checkpoint(path)
 
@@ -135,6 +137,34 @@ def test_a_reference_without_the_adapters_that_training_starts_from_is_refused(b
     for reference in ("adapters", "model"):
         with pytest.raises(ValueError, match=f"^reference: got '{reference}': .*; set precomputed$"):
             PreferenceTuning(pretrained=str(base), lora=LoRA(pretrained=str(adapters)), reference=reference)
+
+
+def start_from(base: Path, *runs: Path) -> None:
+    given = LoRA(pretrained=str(runs[dist.get_rank()]))
+    trainer = build_trainer(FSDP2Strategy(print_plan=False), max_steps=1)
+    trainer.fit(build_task(base, lora=given), Rows(67, BATCH // 2))
+
+
+@pytest.mark.full
+def test_a_run_that_has_gone_on_is_neither_mixed_nor_taken_for_the_reference(
+    base: Path, run: Path, tmp_path: Path
+) -> None:
+    later, source = tmp_path / "later.ckpt", tmp_path / "last.ckpt"
+    run_ranks(save_run, base, later, None, 3)
+    with pytest.raises(RankError, match=r"lora.pretrained: .*: ranks have found several checkpoints"):
+        run_ranks(start_from, base, run, later)
+    write_pairs(tmp_path / "pairs.jsonl")
+    shutil.copytree(base, tmp_path / "model")
+    shutil.copytree(run, source)
+    task = {"lora": LoRA(pretrained=str(source))}
+    saved = {"callbacks": [ModelCheckpoint(dirpath=tmp_path / "saved", every_n_train_steps=2, save_top_k=-1)]}
+    truth, _ = train_preferences(tmp_path, 2, task, enable_checkpointing=True, **saved)
+    (middle,) = (tmp_path / "saved").glob("*step=2.ckpt")
+    assert train_preferences(tmp_path, 2, task, ckpt_path=middle)[0].losses == truth.losses[2:]
+    shutil.rmtree(source)
+    shutil.copytree(later, source)
+    with pytest.raises(RankError, match=r"lora.pretrained: .* holds other values by now than the reference"):
+        train_preferences(tmp_path, 2, task, ckpt_path=middle)
 
 
 @pytest.mark.full
