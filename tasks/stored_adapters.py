@@ -216,7 +216,13 @@ def _fill(
             raise ValueError(f"{where} has no {rename(name)} of shape {writer.shape}")
     known = {rename(name) for name in wanted}
     if unknown := [name for name in shapes if name not in known and ".base_layer." not in name]:
-        raise ValueError(f"{where} holds {unknown[0]}, which the model does not train: it is of another model")
+        is_frozen = unknown[0] in map(rename, dict(model.named_parameters()))
+        answer = (
+            "which stays as it is in pretrained: save them without it, or start from the model with them merged"
+            if is_frozen
+            else "which the model does not train: it is of another model"
+        )
+        raise ValueError(f"{where} holds {unknown[0]}, {answer}")
     with torch.no_grad():
         for name, parameter in wanted.items():
             writer = ShardWriter(parameter)

@@ -34,7 +34,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("models") / "model", **{**SIZES, "vocab_size": 320})
 
 
-def save_adapters(folder: Path, base: Path, lora: LoRA = LORA) -> Path:
+def save_adapters(folder: Path, base: Path, lora: LoRA = LORA, **options: Any) -> Path:
     """Let stock peft write adapters that change the model."""
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora.build_config())
     torch.manual_seed(3)
@@ -42,7 +42,7 @@ def save_adapters(folder: Path, base: Path, lora: LoRA = LORA) -> Path:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter += 0.02 * torch.randn_like(parameter)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, **options)
     return folder
 
 
@@ -171,7 +171,12 @@ def test_a_run_that_has_gone_on_is_neither_mixed_nor_taken_for_the_reference(
 def test_adapters_of_another_model_are_refused(base: Path, run: Path, tmp_path: Path) -> None:
     deeper = save_model(tmp_path / "deeper", **{**SIZES, "vocab_size": 320, "num_hidden_layers": 4})
     stored = save_adapters(tmp_path / "adapters", deeper)
-    messages = {str(stored): "the model does not train: it is of another model", str(run): "whose weights are other"}
+    whole = save_adapters(tmp_path / "whole", deeper, LoRA(r=4), save_embedding_layers=True)
+    messages = {
+        str(stored): "the model does not train: it is of another model",
+        str(run): "whose weights are other",
+        str(whole): "which stays as it is in pretrained",
+    }
     for given, message in messages.items():
         target = base if given == str(stored) else deeper
         with pytest.raises(RankError) as caught:
