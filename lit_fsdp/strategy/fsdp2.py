@@ -222,7 +222,8 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         self.facts = {"torch": torch.__version__} | {name: version(name) for name in ("lightning", "lit_fsdp")}
         self.verify_checkpoint = verify_checkpoint
         self._saved_settings: dict[str, Any] = {}  # of the run that saved the checkpoint
-        self._has_seen_step = self._has_checked_gradients = False
+        self._has_seen_step = self._has_stepped = self._has_checked_gradients = False
+        self._edited: set[str] = set()  # weights whose gathered copies were changed, as was said
         self._checked_loaders: set[tuple[RunningStage | None, int]] = set()
         self.device_mesh: DeviceMesh | None = None
         self.sequence_group: SequenceGroup | None = None  # the ranks that share the tokens of this rank's rows
@@ -603,15 +604,19 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         output = super().training_step(*args, **kwargs)
         if not self._has_seen_step:
             self._has_seen_step = True
-            limited = {f"{name}.weight" for name in _list_limited(self._module)}  # warned of already
-            if edited := [name for name in list_edited(self._module) if name not in limited]:
-                rank_zero.rank_zero_warn(
-                    f"training_step changes {join_names(edited)}: this changes gathered copies of the weights, not "
-                    "the weights; do it in on_train_batch_end, see docs/limits.md"
-                )
+            self._warn_of_edited("training_step", "do it in on_train_batch_end")
         if not self._module.automatic_optimization:
             self._reshard()  # what was used last without a backward, for hooks that change weights
         return output
+
+    def _warn_of_edited(self, place: str, answer: str) -> None:
+        known = {f"{name}.weight" for name in _list_limited(self._module)} | self._edited  # warned of already
+        if edited := [name for name in list_edited(self._module) if name not in known]:
+            self._edited.update(edited)
+            rank_zero.rank_zero_warn(
+                f"{place} changes {join_names(edited)}: this changes gathered copies of the weights, not the weights; "
+                f"{answer}, see docs/limits.md"
+            )
 
     @override
     def optimizer_step(
@@ -629,6 +634,10 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
 
         def compute_gradients() -> Any:
             result = closure()
+            if not self._has_stepped:
+                self._has_stepped = True
+                if not self.settings.sharding.reshard_after_backward:
+                    self._warn_of_edited("a hook between micro-batches", "do it after the optimizer step")
             self._reshard(own)  # what backward has left gathered: clipping and the step need none of it
             return result
 
@@ -690,7 +699,8 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
 
     @override
     def on_train_start(self) -> None:
-        self._has_seen_step = self._has_checked_gradients = False
+        self._has_seen_step = self._has_stepped = self._has_checked_gradients = False
+        self._edited = set()
         trainer = self._module.trainer
         check_weights(trainer)
         settle_accumulation(trainer, get_data_module(trainer))

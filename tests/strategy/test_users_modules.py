@@ -1262,16 +1262,27 @@ class Edited(Plain):
             self.net[0].weight.clamp_(-0.3, 0.3)
 
 
-def train_edited(out: Path, edits: bool) -> None:
+def train_edited(out: Path, edits: bool, sharding: Sharding) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        train(partial(Edited, edits), out, True, accumulate_grad_batches=2)
-    said = [str(w.message) for w in caught if "training_step changes" in str(w.message)]
-    names = "net.2.weight, net.2.bias: this changes gathered copies of the weights"
-    assert len(said) == (edits and dist.get_rank() == 0)
-    assert all(line.startswith(f"training_step changes {names}") for line in said)
+        train(partial(Edited, edits), out, True, accumulate_grad_batches=2, strategy={"sharding": sharding})
+    said = [str(w.message) for w in caught if " changes gathered copies of the weights" in str(w.message)]
+    expected = ["training_step changes net.2.weight, net.2.bias: "] * edits
+    expected += ["a hook between micro-batches changes net.0.weight: "] * (not sharding.reshard_after_backward)
+    assert len(said) == len(expected) * (dist.get_rank() == 0)
+    assert all(line.startswith(start) for line, start in zip(said, expected, strict=False))
 
 
-@pytest.mark.parametrize("edits", [True, False])
-def test_weights_that_are_changed_inside_a_step_are_warned_about_once(edits: bool, tmp_path: Path) -> None:
-    run_ranks(train_edited, tmp_path / "out", edits)
+@pytest.mark.parametrize(
+    ("edits", "sharding"),
+    [
+        (True, Sharding()),
+        (False, Sharding()),
+        pytest.param(True, Sharding(reshard_after_forward=False, reshard_after_backward=False), marks=pytest.mark.full),
+    ],
+    ids=["edits", "none", "gathered until the step"],
+)
+def test_weights_that_are_changed_inside_a_step_are_warned_about_once(
+    edits: bool, sharding: Sharding, tmp_path: Path
+) -> None:
+    run_ranks(train_edited, tmp_path / "out", edits, sharding)
