@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -78,10 +79,12 @@ def write_run(folder: Path, **sections: dict[str, Any]) -> None:
 
 
 def find_free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """Return a port that nobody listens on, below those that the kernel gives to whoever asks for any."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as sock, suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
 
 
 def run_processes(*commands: Sequence[str], timeout_s: float = 600.0, **environ: str) -> list[Ended]:
