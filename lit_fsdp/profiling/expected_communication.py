@@ -55,12 +55,11 @@ def estimate_collectives(
 ) -> Collectives:
     """Count the collectives of one optimizer step.
 
-    Each micro-batch gathers every unit for forward, and again for backward where it was resharded between; only the
-    first does where ``reshard_after_backward`` is false. A head and
+    Each micro-batch gathers every unit for forward, and again for backward where it was resharded between. A head and
     the root are not, see ``shard_model``, and neither are units that backward never reaches: frozen ones before the
     first trainable one. Embeddings are not either: their backward adds up rows, and reads no weight. An idle unit is
     never gathered. Activation checkpointing adds none: the recomputed forward runs while the unit is gathered for
-    backward.
+    backward. Without ``reshard_after_backward`` only the first micro-batch gathers.
 
     Args:
         plan: The units in the order of forward, from ``plan_units``.

@@ -629,21 +629,10 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         if self._rank_paths is not None:
             closure = self._rank_paths.compare_after(closure, self._module.trainer.global_step + 1)
 
-        # Of several optimizers, another may have a backward to come.
-        own = None if self._module.automatic_optimization else optimizer
-
-        def compute_gradients() -> Any:
-            result = closure()
-            if not self._has_stepped:
-                self._has_stepped = True
-                if not self.settings.sharding.reshard_after_backward:
-                    self._warn_of_edited("a hook between micro-batches", "do it after the optimizer step")
-            self._reshard(own)  # what backward has left gathered: clipping and the step need none of it
-            return result
-
-        result = super().optimizer_step(optimizer, compute_gradients, model, **kwargs)
-        # What a forward after backward has gathered, such as that of a hook, is old by now.
-        self._reshard(own)
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        # What a forward after backward has gathered, such as that of a hook, is old by now. Of several optimizers,
+        # another may have a backward to come.
+        self._reshard(None if self._module.automatic_optimization else optimizer)
         return result
 
     def _reshard(self, optimizer: Optimizer | None = None) -> None:
@@ -676,13 +665,25 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
     def end_backward(self, loss: Tensor) -> Tensor:
         """Run what follows the gradients of a micro-batch; return the loss without its graph."""
         if not self.settings.sharding.reshard_after_backward and is_last_micro_batch(self._module.trainer):
-            for unit in self._units:  # hooks look for gradients in the module, and shards have them
-                if unit.is_gathered and any(shard.grad is not None for shard in unit.list_shards()):
-                    unit.reshard()
+            self._let_go_of_kept()
         with self._own_generators():
             loss = self.precision_plugin.post_backward(loss, self._module)
             self.post_backward(loss)
         return loss
+
+    def _let_go_of_kept(self) -> None:
+        """Reshard what the last backward of a step has left gathered: hooks look for gradients, and shards have them.
+
+        Under manual optimization only where there are some: other networks may have a backward to come.
+        """
+        if not self._has_stepped:
+            self._has_stepped = True
+            self._warn_of_edited("a hook between micro-batches", "do it after the optimizer step")
+        for unit in self._units:
+            if unit.is_gathered and (
+                self._module.automatic_optimization or any(shard.grad is not None for shard in unit.list_shards())
+            ):
+                unit.reshard()
 
     @property
     def redone_steps(self) -> list[str]:

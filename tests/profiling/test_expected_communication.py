@@ -224,5 +224,13 @@ def test_the_prediction_for_three_blocks_is_what_the_docs_say() -> None:
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", num_hidden_layers=3, **EVEN))
-    predicted = estimate_collectives(plan_units(model, Wrap()), Sharding())
+    plan = plan_units(model, Wrap())
+    predicted = estimate_collectives(plan, Sharding())
     assert (predicted.gathers, predicted.reduce_scatters, predicted.all_reduces) == (8, 5, 0)
+    # One card has no collectives, and with offload as many copies.
+    for sharding, gathers, reductions in ((Sharding(), 8 * 4, 5 * 4), (KEPT, 5, 5)):
+        units = estimate_bytes(model, plan, sharding, MixedPrecision(), num_shards=1, num_micro_batches=4)
+        assert sum(unit.gather_step + unit.reduce_scatter_step + unit.all_reduce_step for unit in units) == 0
+        assert sum(unit.num_gathers for unit in units) == gathers
+        assert sum(unit.num_reductions for unit in units) == reductions
+        assert sum(unit.reduced for unit in units) == sum(4 * p.numel() for p in model.parameters())

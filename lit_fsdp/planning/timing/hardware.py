@@ -54,9 +54,9 @@ class Gpu:
         return re.search(r"RTX [45]0\d\d|Ada|L4|H\d00", self.name) is not None
 
     @property
-    def host_gb_s(self) -> float:
+    def host_link_gb_s(self) -> float:
         """What copies between pinned memory and it reach, by its PCI Express."""
-        return next((gb_s for name, gb_s in _HOST_GB_S if re.search(name, self.name)), 20.0)  # version 4, 16 lanes
+        return next((gb_s for name, gb_s in _HOST_LINKS if re.search(name, self.name)), 20.0)  # version 4, 16 lanes
 
     def get_peak_tflops(self, dtype: str) -> float | None:
         """Return the peak of matrix products.
@@ -262,8 +262,9 @@ _PRODUCT_SHARES = (
     (r"RTX \d+ Ada", 0.76),  # RTX 6000 Ada: 0.76, RTX 4000 Ada: 0.77
 )
 _USUAL_SHARE = 0.8
-# GB/s of copies between pinned memory and the card, where that is not by PCI Express 4 with 16 lanes.
-_HOST_GB_S = (
+# GB/s of copies between pinned memory and the card, where that is not by PCI Express 4 with 16 lanes: about 0.63 of
+# what the version has, as taken for that one.
+_HOST_LINKS = (
     (r"H\d00|RTX 50", 40.0),  # version 5
     (r"V100|T4|Titan|Quadro|RTX 20", 10.0),  # version 3
     (r"RTX (3050|4060)", 10.0),  # 8 lanes

@@ -339,8 +339,8 @@ def time_units(work: Workload, machine: Machine) -> list[UnitTimes]:
     regather = arrange_groups(1, work.regather_ranks or machine.num_shards, *near)[0]
     filled = [unit for unit in work.plan if unit.num_params]
     num_computed = sum(unit.num_params for unit in filled if unit.kind not in ("embedding", "idle"))
-    host_gb_s = machine.gpu.host_gb_s
-    copied = work.offloaded_bytes / sum(unit.num_params for unit in filled) / host_gb_s / 1e9
+    host_link_gb_s = machine.gpu.host_link_gb_s
+    copied = work.offloaded_bytes / sum(unit.num_params for unit in filled) / host_link_gb_s / 1e9
     links, times = machine.links, []
     time_gather, time_reduction = partial(time_collective, "all_gather"), partial(time_collective, "reduce_scatter")
     if work.gather_bits is not None:
@@ -357,7 +357,7 @@ def time_units(work: Workload, machine: Machine) -> list[UnitTimes]:
                 reduce_scatter=time_reduction(size.reduce_scatter, shard, links),
                 all_reduce=time_collective("all_reduce", size.all_reduce, replica, links),
                 copy_up=0.0 if unit.kind == "idle" else copied * unit.num_params,
-                copy_down=size.reduced / host_gb_s / 1e9 if work.offloaded_bytes else 0.0,
+                copy_down=size.reduced / host_link_gb_s / 1e9 if work.offloaded_bytes else 0.0,
                 num_reductions=size.num_reductions,
                 num_gathers=size.num_gathers - is_regathered * work.num_micro_batches,
                 is_regathered=is_regathered,
@@ -494,7 +494,7 @@ def _list_notes(work: Workload, machine: Machine) -> list[str]:
         notes += machine.links.notes
     if work.offloaded_bytes:
         notes.append(
-            f"speed: offload: {machine.gpu.host_gb_s:.0f} GB/s between a GPU and its host, {_HOST_GB_S:.0f} GB/s of "
-            "memory for the optimizers of a node"
+            f"speed: offload: {machine.gpu.host_link_gb_s:.0f} GB/s between a GPU and its host, {_HOST_GB_S:.0f} GB/s "
+            "of memory for the optimizers of a node"
         )
     return notes
