@@ -30,6 +30,7 @@ import fsspec  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from lightning.fabric.utilities.rank_zero import rank_zero_only  # noqa: E402
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # noqa: E402
 
 from ranks import count_gpus, hide_gpus  # noqa: E402
@@ -84,7 +85,7 @@ def layouts_of_ranks_are_forgotten() -> Iterator[None]:
 def commands_in_this_process_leave_it_as_it_was() -> Iterator[None]:
     """Undo what a command does for its own process: a later test's ranks would be silent, or believe other things."""
     levels = {name: logging.getLogger(name).level for name in list(logging.root.manager.loggerDict)}
-    environ, hook = dict(os.environ), sys.excepthook
+    environ, hook, rank = dict(os.environ), sys.excepthook, rank_zero_only.rank
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
     yield
     for number, handler in handlers.items():
@@ -93,6 +94,7 @@ def commands_in_this_process_leave_it_as_it_was() -> Iterator[None]:
         del os.environ[name]
     os.environ.update({name: value for name, value in environ.items() if os.environ.get(name) != value})
     sys.excepthook = hook
+    rank_zero_only.rank = rank  # type: ignore[attr-defined]  # a process of rank 3 warns of nothing
     for name in list(logging.root.manager.loggerDict):
         if (logger := logging.getLogger(name)).level != levels.get(name, logging.NOTSET):
             logger.setLevel(levels.get(name, logging.NOTSET))
