@@ -30,7 +30,7 @@ import fsspec  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from lightning.fabric.utilities.rank_zero import rank_zero_only  # noqa: E402
+from lightning_utilities.core.rank_zero import rank_zero_only  # noqa: E402
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # noqa: E402
 
 from ranks import count_gpus, hide_gpus  # noqa: E402
@@ -39,6 +39,7 @@ torch.set_num_threads(1)
 hide_gpus()
 # A forked process that collects a process group of this one would wait for ever for threads that it has not.
 os.register_at_fork(after_in_child=gc.freeze)
+# Lightning is not imported here: without handlers of pytest beside it, it would print its messages itself.
 logging.disable()  # bitsandbytes says which kernel it has not; pytest-xdist would print that after its summary
 import peft  # noqa: E402, F401  with bitsandbytes: what ranks import late, here so that forked ones do not each pay for it
 
@@ -85,7 +86,8 @@ def layouts_of_ranks_are_forgotten() -> Iterator[None]:
 def commands_in_this_process_leave_it_as_it_was() -> Iterator[None]:
     """Undo what a command does for its own process: a later test's ranks would be silent, or believe other things."""
     levels = {name: logging.getLogger(name).level for name in list(logging.root.manager.loggerDict)}
-    environ, hook, rank = dict(os.environ), sys.excepthook, rank_zero_only.rank
+    environ, hook, rank = dict(os.environ), sys.excepthook, getattr(rank_zero_only, "rank", 0)
+    path = list(sys.path)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
     yield
     for number, handler in handlers.items():
@@ -93,7 +95,7 @@ def commands_in_this_process_leave_it_as_it_was() -> Iterator[None]:
     for name in os.environ.keys() - environ.keys() - {"PYTEST_CURRENT_TEST"}:
         del os.environ[name]
     os.environ.update({name: value for name, value in environ.items() if os.environ.get(name) != value})
-    sys.excepthook = hook
+    sys.excepthook, sys.path[:] = hook, path
     rank_zero_only.rank = rank  # type: ignore[attr-defined]  # a process of rank 3 warns of nothing
     for name in list(logging.root.manager.loggerDict):
         if (logger := logging.getLogger(name)).level != levels.get(name, logging.NOTSET):
