@@ -374,7 +374,7 @@ def list_files(folder: Path, suffixes: Sequence[str], *, is_deep: bool = True) -
     Args:
         folder: Where they are.
         suffixes: With their dots.
-        is_deep: Also those in folders below it, and in folders that links there lead to.
+        is_deep: Also those in folders below it, and in folders that links there lead to, of each folder once.
 
     Raises:
         ValueError: A folder cannot be read, or rows would be missing: behind a broken link, whatever it is named, or in
@@ -403,18 +403,20 @@ def list_folders(folder: Path) -> list[str]:
     return [path.name for path, is_folder, _ in found if is_folder]
 
 
-def _walk(folder: Path, *, is_deep: bool, above: tuple[tuple[int, int], ...] = ()) -> Iterator[tuple[Path, bool]]:
+def _walk(folder: Path, *, is_deep: bool, seen: set[tuple[int, int]] | None = None) -> Iterator[tuple[Path, bool]]:
     """Yield what is in a folder and those below it, but for folders, and whether it is a file."""
     found = _scan(folder)
     state = folder.stat()
     place = state.st_dev, state.st_ino
-    if place in above:  # a link leads back up
+    seen = set() if seen is None else seen
+    if place in seen:  # a link leads back up, or to what another has led to: all paths there would be very many
         return
+    seen.add(place)
     for path, is_folder, is_file in found:
         if not is_folder:
             yield path, is_file
         elif is_deep:
-            yield from _walk(path, is_deep=True, above=(*above, place))
+            yield from _walk(path, is_deep=True, seen=seen)
 
 
 def _scan(folder: Path) -> list[tuple[Path, bool, bool]]:

@@ -506,6 +506,18 @@ def test_folders_behind_links_are_read_and_broken_links_are_refused(tmp_path: Pa
         find(tmp_path / "data")
 
 
+def test_folders_that_links_lead_to_by_many_ways_are_read_once(tmp_path: Path) -> None:
+    folders = [tmp_path / "data" / name for name in "abcdef"]
+    for folder in folders:
+        write_folder(folder, {"images": 1})
+    for folder in folders:
+        for other in folders:
+            (folder / f"to_{other.name}").symlink_to(other)
+    images = find(tmp_path / "data")
+    assert images.labels == [name for name in "abcdef" for _ in folders]  # of each class, all of the folders
+    assert len({images.locate(i) for i in range(len(images))}) == 36
+
+
 def test_images_that_are_not_read_are_warned_of(tmp_path: Path) -> None:
     write_folder(tmp_path / "data", {"cat": 1, "dog": 1})
     (tmp_path / "data" / "dog" / "001.HEIC").touch()
