@@ -64,7 +64,8 @@ def get_label(label: object, *, where: str, field: str) -> str:
     is_number = isinstance(label, int | float) and not isinstance(label, bool) and math.isfinite(label)
     if not is_number and not isinstance(label, str):
         raise ValueError(f"{where}: {field} is {describe(label)}: expected one class: a name or a number")
-    return str(label)
+    # In JSON and Parquet 1.0 is the number 1: as names they would be two classes.
+    return str(int(label) if isinstance(label, float) and label.is_integer() else label)
 
 
 def _strip(rows: Iterable[Row]) -> Iterator[Row]:

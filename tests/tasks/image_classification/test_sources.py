@@ -331,6 +331,13 @@ def test_white_space_around_a_label_makes_no_other_class(name: str, text: str, t
     assert [found.locate(i) for i in range(2)] == [str(tmp_path / "a.png"), str(tmp_path / "b.png")]
 
 
+def test_a_number_is_one_class_however_json_spells_it(tmp_path: Path) -> None:
+    labels = ["1", "1.0", "1e0", '"1"', "10.0", "0.5"]
+    rows = "".join(f'{{"image": "{i}.png", "label": {label}}}\n' for i, label in enumerate(labels))
+    (tmp_path / "t.jsonl").write_text(rows)
+    assert find(tmp_path / "t.jsonl").labels == ["1", "1", "1", "1", "10", "0.5"]
+
+
 def test_folders_of_numbers_are_classes_by_value(tmp_path: Path) -> None:
     found = find(write_folder(tmp_path / "train", {"10": 1, "9": 2, "2": 1}))
     assert found.class_names == ["2", "9", "10"]
