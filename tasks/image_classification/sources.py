@@ -68,7 +68,8 @@ def open_images(
     if is_url(source):
         if split is not None:
             raise ValueError(f"split {split!r}: {source} has no splits; leave it out")
-        return _list_objects(source) or read_shards(source, needs_labels=split_of != "predict")
+        needs_labels = split_of != "predict"
+        return _list_objects(source, needs_labels=needs_labels) or read_shards(source, needs_labels=needs_labels)
     path = Path(source).expanduser()
     if is_saved(path) or _is_on_hub(source):
         named = split or DEFAULT_SPLITS[split_of]
@@ -152,15 +153,18 @@ def _open_folder(folder: Path, source: str, *, needs_labels: bool) -> Images:
     """Return the images of a folder, or of the shards in it."""
     shard = min((file.name for file in folder.glob("*.tar") if not file.name.startswith(".")), default=None)
     if shard is None:
-        return _list_folder(folder)
+        return _list_folder(folder, needs_labels=needs_labels)
     image = next((file for name in list_folders(folder) for file in list_files(folder / name, SUFFIXES)), None)
     if image is not None:
         raise _describe_both(source, shard, str(image.relative_to(folder)))
     return read_shards(source, needs_labels=needs_labels)
 
 
-def _list_folder(folder: Path) -> Images:
-    """Return ``folder/<class>/**/<image>``, or images that lie in the folder itself, which have no labels."""
+def _list_folder(folder: Path, *, needs_labels: bool) -> Images:
+    """Return ``folder/<class>/**/<image>``; images that lie in the folder itself have no labels.
+
+    Where labels are not needed, these leave all without.
+    """
     names = list_folders(folder)
     refuse_splits(folder, [f"{name}/" for name in names])  # if all are, they would be taken for classes
     kinds = (*SUFFIXES, *UNREAD)
@@ -168,13 +172,13 @@ def _list_folder(folder: Path) -> Images:
     there += [(path, name) for name in names for path in list_files(folder / name, kinds)]
     loose = [path for path, name in there if name is None and path.suffix.lower() in SUFFIXES]
     found = [(path, name) for path, name in there if name is not None and path.suffix.lower() in SUFFIXES]
-    if loose and found:
+    if loose and found and needs_labels:
         raise ValueError(f"{folder}: holds images beside folders of classes, such as {loose[0].name}; move them")
     if not loose and not found:
         raise ValueError(f"{folder}: no images: expected {folder.name}/<class>/<image> with {', '.join(SUFFIXES)}")
     _warn_of_unread(folder, [path.name for path, _ in there])
     if loose:
-        return _open_files(loose, None)
+        return _open_files([*loose, *(path for path, _ in found)], None)
     filled = {name for _, name in found}
     if empty := [name for name in names if name not in filled]:
         raise ValueError(f"{folder}: no images in {', '.join(empty[:5])}; remove empty folders, or fill them")
@@ -198,7 +202,7 @@ def _describe_both(source: str, shard: str, image: str) -> ValueError:
     )
 
 
-def _list_objects(source: str) -> Images | None:
+def _list_objects(source: str, *, needs_labels: bool) -> Images | None:
     """Return the images of a folder at an address, in the layout of one on a disk; ``None`` if there are no images."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     found = agree(lambda: _find_objects(source) if is_first else {})[0]  # a listing may change meanwhile
@@ -207,7 +211,7 @@ def _list_objects(source: str) -> Images | None:
     urls, below = list(found), [name.split("/") for name, _ in found.values()]
     refuse_splits(locate(source), [f"{parts[0]}/" for parts in below if len(parts) > 1])
     loose = [parts for parts in below if len(parts) == 1]
-    if loose and len(loose) < len(below):
+    if loose and len(loose) < len(below) and needs_labels:
         raise ValueError(f"{source}: holds images beside folders of classes, such as {loose[0][0]}; move them")
     return Images(
         locate=lambda i: urls[i],

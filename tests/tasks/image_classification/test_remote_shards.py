@@ -215,6 +215,8 @@ def test_a_folder_in_a_store_holds_what_one_on_a_disk_holds(
     (store / "loose.png").write_bytes(b"")
     with pytest.raises(ValueError, match=r"holds images beside folders of classes, such as loose\.png"):
         find(str(store))
+    mixed = open_images(str(store), split=None, split_of="predict", fields=Fields(image="image", label="label"))
+    assert (len(mixed), mixed.labels) == (7, None)
     (store / "cat" / "000.png").remove()
     with pytest.raises(RuntimeError, match=r"cat/000\.png: could not be read"):
         loose.read(0)

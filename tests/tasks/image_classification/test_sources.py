@@ -4,6 +4,7 @@ import io
 import json
 import os
 import random
+import shutil
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -477,6 +478,15 @@ def test_one_image_may_be_predicted(folder: Path) -> None:
     images = open_images(str(folder / "cat" / "000.png"), split=None, split_of="predict", fields=FIELDS)
     assert (len(images), images.labels) == (1, None)
     assert np.array_equal(np.asarray(images.read(0)), np.asarray(find(folder).read(0)))
+
+
+def test_images_beside_folders_of_them_are_predicted_without_classes(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "mixed")
+    shutil.copy(folder / "eel" / "000.png", tmp_path / "mixed" / "loose.png")
+    images = open_images(str(tmp_path / "mixed"), split=None, split_of="predict", fields=FIELDS)
+    assert (len(images), images.labels) == (7, None)
+    places = sorted(str(Path(images.locate(i)).relative_to(tmp_path / "mixed")) for i in range(7))
+    assert places == [*sorted(name for name, _ in list_files(folder)), "loose.png"]
 
 
 def test_pipes_and_links_to_nothing_are_no_sources(tmp_path: Path) -> None:
