@@ -404,11 +404,15 @@ def _listen(port: int) -> int:
     try:
         return socket.create_server(("", port), family=family, backlog=2048, dualstack_ipv6=is_dual).detach()
     except OSError as error:
-        why = "something else on" if error.errno == errno.EADDRINUSE else f"{error.strerror or error} on"
-        raise ValueError(
-            f"MASTER_PORT: got {port}: {why} {socket.gethostname()}, the host of rank 0, "
-            f"{'listens there already' if error.errno == errno.EADDRINUSE else 'at that port'}: choose one that is free"
-        ) from error
+        host = f"{socket.gethostname()}, the host of rank 0"
+        if error.errno != errno.EADDRINUSE:
+            why = f"{error.strerror or error} on {host}, at that port: choose one that is free"
+        else:
+            why = (
+                f"something else on {host}, listens there already: if it is rank 0 of this run, started twice, give "
+                "each process a rank of its own, with RANK or NODE_RANK; else choose a port that is free"
+            )
+        raise ValueError(f"MASTER_PORT: got {port}: {why}") from error
 
 
 def _wait_for_name(address: str, port: int, timeout_s: float) -> None:
