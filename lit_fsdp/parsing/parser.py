@@ -35,6 +35,16 @@ from lit_fsdp.parsing.renamed import RENAMED, rename_key
 
 _BASES = ("LightningModule", "LightningDataModule")  # what model and data are without a class
 _TYPE_WORDS = {type(None): "null", bool: "true or false", collections.abc.Iterable: "list", dict: "mapping"}
+# What other tools call precisions and dtypes, which no spelling tells: "fp16" looks most like "bf16".
+_SYNONYMS = {
+    "fp16": ("16-mixed", "float16"),
+    "float16": ("16-mixed",),
+    "half": ("16-mixed", "float16"),
+    "bf16": ("bfloat16",),
+    "bfloat16": ("bf16-mixed",),
+    "fp32": ("32-true", "float32"),
+    "float32": ("32-true",),
+}
 
 
 _is_wanted: ContextVar[bool] = ContextVar("is_wanted", default=False)  # see find_parser
@@ -302,7 +312,8 @@ def _explain_types(refusals: Sequence[_Refusal]) -> str:
     if (new := RENAMED.get(".".join(first.path.split(".")[-2:]) + f"={value}")) is not None:
         return f"got {value!r}: renamed: {new}"
     listed = ", ".join(names[:-1]) + (" or " if len(names) > 1 else "") + names[-1]
-    guess = nearest(str(value), set(names) - {"int", "float", "str", "list", "null"})
+    meant = (name for name in _SYNONYMS.get(str(value).lower(), ()) if name in names)
+    guess = next(meant, None) or nearest(str(value), set(names) - {"int", "float", "str", "list", "null"})
     hint = f": did you mean {guess}?" if guess else ""
     return f"got {value!r}: expected {'one of ' if len(names) > 2 else ''}{listed}{hint}"
 

@@ -167,6 +167,7 @@ SIMPLE = [
     ("{trainer: {strategy: {class_path: lit_fsdp.FSDP2Strategy, init_args: {cpu_offload: true}}}}", "",
      "trainer.strategy.init_args.cpu_offload: got True: expected a mapping of the keys of CPUOffload, {} for"),
     ("{}", "--trainer.precision=bf17", "trainer.precision: got 'bf17': expected one of"),
+    ("{}", "--trainer.precision=fp16", "64, 32, 16, bf16 or null: did you mean 16-mixed?"),
     ("{trainer: 3}", "", "trainer: got 3 (extra.yaml, line 1): expected a mapping"),
     ("{seed_everything: x}", "", "seed_everything: got 'x': expected true or false or int"),
     ("{data: {class_path: TextData, init_args: {train: [5]}}}", "",
