@@ -150,8 +150,9 @@ def _change_result(now: Situation) -> Iterator[Suggestion]:
             saved_bytes=_sum_held(now, "activations", "rest") // 2,
             cost="samples are cut or split; attention sees less",
         )
-    # Two numbers of 4 bytes: AdamW in float32.
-    if now.has_optimizer_name and now.num_trainable and 6 < state * now.num_shards / now.num_trainable < 10:
+    # Two numbers of 4 bytes: AdamW in float32. The other works on whole rows.
+    has_choice = now.has_optimizer_name and now.settings.mesh.tensor == 1
+    if has_choice and now.num_trainable and 6 < state * now.num_shards / now.num_trainable < 10:
         yield suggest(
             setting="model.optimizer.name: adamw_8bit", saved_bytes=int(state * 0.74), cost="moments in 8 bits"
         )

@@ -55,6 +55,10 @@ def test_savings_follow_from_what_is_held() -> None:
     assert found["model.lora"] == pytest.approx(3 * GB * 0.98)
 
 
+def test_an_optimizer_of_whole_rows_is_not_named_where_layers_are_split_by_columns() -> None:
+    assert "model.optimizer.name" not in suggest(replace(NOW, settings=Settings(mesh=Mesh(tensor=2))))
+
+
 @pytest.mark.parametrize(
     ("change", "setting", "saved"),
     [

@@ -175,7 +175,7 @@ def _try_all(problem: Problem, variant: Variant, offload: CPUOffload | None) -> 
     if offload is not None and own.name == "adamw_8bit_paged":  # its pages are in host memory already
         return
     is_spread = problem.trace is not None or not problem.tries_optimizers
-    optimizers = [own] if is_spread else _list_optimizers(variant, offload)
+    optimizers = [own] if is_spread else _list_optimizers(problem, variant, offload)
     for size in _list_sizes(problem):
         known: list[Candidate] = []
         for settings in _list_settings(problem, variant, offload, size):
@@ -261,17 +261,17 @@ def _spread_optimizers(problem: Problem) -> list[Variant]:
     spread = []
     for variant in problem.variants:
         own = variant.model.optimizer
-        for optimizer in _list_optimizers(variant, None) if problem.tries_optimizers else [own]:
+        for optimizer in _list_optimizers(problem, variant, None) if problem.tries_optimizers else [own]:
             changes = {} if optimizer is own else {"model.optimizer.name": optimizer.name}
             model = replace(variant.model, optimizer=optimizer)
             spread.append(replace(variant, model=model, changes={**variant.changes, **changes}))
     return sorted(spread, key=lambda variant: bool(_CHANGES_RESULT & variant.changes.keys()))
 
 
-def _list_optimizers(variant: Variant, offload: CPUOffload | None) -> list[Optimizer]:
-    given = variant.model.optimizer
+def _list_optimizers(problem: Problem, variant: Variant, offload: CPUOffload | None) -> list[Optimizer]:
+    given, splits_columns = variant.model.optimizer, problem.settings.mesh.tensor > 1
     trained, total = (sum(getattr(u, name) for u in variant.model.units) for name in ("num_trainable", "num_params"))
-    if given.name != "adamw" or offload is not None or trained < 0.1 * total:
+    if given.name != "adamw" or splits_columns or offload is not None or trained < 0.1 * total:
         return [given]
     return [given, replace(given, name="adamw_8bit", fused=None)]
 

@@ -60,6 +60,18 @@ def test_the_fastest_that_fits_and_computes_the_same_is_chosen() -> None:
     assert all(c.time.step_s >= chosen.time.step_s for c in found if c.fits and c.keeps_result)
 
 
+def test_an_optimizer_of_whole_rows_is_not_tried_where_layers_are_split_by_columns() -> None:
+    tried = []
+
+    def trace(model: ModelToTrain, settings: Settings, rows: int, num_micro_batches: int) -> StepEstimate:
+        tried.append((settings.mesh.tensor, model.optimizer.name))
+        return estimate_512(model, replace(settings, mesh=Mesh()), rows, num_micro_batches)
+
+    for mesh in (Mesh(), Mesh(tensor=2)):
+        search(describe(1, settings=Settings(mesh=mesh), trace=trace))  # nothing fits, so all are tried
+    assert set(tried) == {(1, "adamw"), (1, "adamw_8bit"), (2, "adamw")}
+
+
 def test_what_is_configured_stays_where_nothing_is_faster() -> None:
     kept = Settings(sharding=Sharding(reshard_after_forward=False))
     problem = describe(2**40, splits_batch=False)
