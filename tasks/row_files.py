@@ -249,10 +249,16 @@ def is_saved(folder: Path) -> bool:
     """Return whether ``datasets`` has saved to a folder, be it in part.
 
     Others call a file ``dataset_info.json``, too, so that counts beside rows in Arrow only.
+
+    Raises:
+        ValueError: This process may not look into the folder, or into one above it.
     """
-    if any((folder / name).exists() for name in ("dataset_dict.json", "state.json")):
-        return folder.is_dir()
-    return (folder / "dataset_info.json").exists() and any(folder.glob("*.arrow"))
+    try:
+        if any((folder / name).exists() for name in ("dataset_dict.json", "state.json")):
+            return folder.is_dir()
+        return (folder / "dataset_info.json").exists() and any(folder.glob("*.arrow"))
+    except PermissionError as error:
+        raise ValueError(f"{folder}: cannot be read: {error.strerror}") from error
 
 
 def open_saved(folder: Path, split: str) -> tuple[Any, bool]:

@@ -101,7 +101,7 @@ def open_images(
 
 def fetch_images(source: str, *, split: str | None, split_of: Split) -> None:
     """Download a data set of the Hub unless it is in the cache; do nothing for other sources."""
-    if _is_on_hub(source):
+    if not is_saved(Path(source).expanduser()) and _is_on_hub(source):
         _load_rows(source, split or DEFAULT_SPLITS[split_of])
 
 

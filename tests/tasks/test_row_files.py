@@ -1,5 +1,6 @@
 """What lies in files of any task is read, or refused in one line."""
 
+import errno
 import logging
 import re
 from collections.abc import Callable
@@ -10,7 +11,7 @@ import datasets
 import pytest
 
 from lit_fsdp.tasks import ImageData, LabeledTextData, PreferenceData, RayTextData, SpeechData, TaskData, TextData
-from lit_fsdp.tasks.image_classification.sources import Fields, open_images
+from lit_fsdp.tasks.image_classification.sources import Fields, fetch_images, open_images
 from lit_fsdp.tasks.row_files import is_saved
 from lit_fsdp.tasks.text.sources import check_source, list_parts
 
@@ -71,6 +72,16 @@ def test_a_data_set_of_a_hub_that_cannot_be_reached_takes_three_lines(
         with pytest.raises(ValueError, match="could not be reached"):
             OPEN[task]("nobody/nothing")
         assert len(lines) == 2 * number
+
+
+def test_a_folder_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, **_: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "stat", refuse)  # not by its mode, which binds nobody who is root
+    for read in (check_source, lambda source: fetch_images(source, split=None, split_of="train")):
+        with pytest.raises(ValueError, match=rf"^{tmp_path}: cannot be read: Permission denied$"):
+            read(str(tmp_path))
 
 
 def test_hidden_files_of_a_folder_are_not_read(tmp_path: Path) -> None:
