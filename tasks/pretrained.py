@@ -356,7 +356,9 @@ def load_stored_tokenizer(name: str) -> Any:
     except StrictDataclassError as error:
         raise ValueError(f"tokenizer: got {name!r}: config.json: {error.__cause__ or error}") from error
     except (OSError, ValueError) as error:
-        reason = get_first_line(error)
+        reason = get_first_line(error).strip()
+        if reason.endswith(":"):  # a list follows of what it could be made of, seen in Transformers 5.23
+            reason = "it has no tokenizer.json, nor files that one is made of; name a model or folder that has"
         raise ValueError(f"tokenizer: got {name!r}: there is no tokenizer that can be loaded: {reason}") from error
 
 

@@ -124,7 +124,9 @@ def test_places_where_nobody_can_meet_are_refused(monkeypatch: pytest.MonkeyPatc
         open_store("no.such.host.invalid", 29500, rank=1, timeout_s=30)
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        line = rf"MASTER_PORT: got {port}: something else on .*: if it is rank 0 of this run, .* with RANK or NODE_RANK;"
+        line = (
+            rf"MASTER_PORT: got {port}: something else on .*: if it is rank 0 of this run, .* with RANK or NODE_RANK;"
+        )
         with pytest.raises(ValueError, match=line):
             open_store("127.0.0.1", port, rank=0, timeout_s=30)
     assert time.monotonic() - began < 15

@@ -20,6 +20,7 @@ from lit_fsdp.checkpoint.reader import open_checkpoint
 from lit_fsdp.cli.messages import describe_exception
 from lit_fsdp.tasks import CausalLM
 from lit_fsdp.tasks.model_config import explain_build_errors, load_config, make_config
+from lit_fsdp.tasks.pretrained import load_stored_tokenizer
 from lit_fsdp.tasks.text_model import build_model, count_positions
 from lit_fsdp.weights.base_weights import BASE, fetch_pretrained
 from lit_fsdp.weights.safetensors_io import sample_fingerprint
@@ -241,3 +242,11 @@ def test_rows_are_as_long_as_positions_go_from_the_first_token(
     with torch.device("meta"):
         model = AutoModelForSequenceClassification.from_config(config)
     assert count_positions(model) == expected
+
+
+def test_a_folder_without_a_tokenizer_is_refused_in_a_whole_sentence(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    with pytest.raises(
+        ValueError, match=r"can be loaded: it has no tokenizer\.json, nor files that one is made of; name"
+    ):
+        load_stored_tokenizer(str(tmp_path))
