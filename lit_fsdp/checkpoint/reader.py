@@ -18,7 +18,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from lit_fsdp.checkpoint.latest import enter, find_last_checkpoint
 from lit_fsdp.checkpoint.manifest import Verify, check_files
-from lit_fsdp.checkpoint.remote import Location, RemotePath, locate
+from lit_fsdp.checkpoint.remote import Location, RemotePath, UnreachableError, locate
 from lit_fsdp.checkpoint.sharded import META, read_meta
 from lit_fsdp.checkpoint.single_file import read_single_file
 from lit_fsdp.checkpoint.untrusted import METADATA, load_state, read_metadata
@@ -63,7 +63,11 @@ def resolve_checkpoint(given: str | Path | RemotePath) -> Location:
         raise ValueError(f"checkpoint: {error}") from error
     if isinstance(path, Path):
         refuse_special_file(path, f"checkpoint: {path}")
-    if not path.exists():
+    try:
+        is_there = path.exists()
+    except UnreachableError as error:
+        raise ValueError(f"checkpoint: {error}; see whether it is there, and whether you may read it") from error
+    if not is_there:
         names = [other.name for other in path.parent.glob("*/")] if isinstance(path, Path) else ()
         guess = nearest(path.name, names)
         hint = f"did you mean {path.parent / guess}?" if guess else "expected the folder of a checkpoint or of a run"

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.checkpoint.reader import open_checkpoint
+from lit_fsdp.checkpoint.remote import RemotePath
 from lit_fsdp.export.folder import ADAPTER_CONFIG
 from lit_fsdp.tasks import PreferenceTuning
 from lit_fsdp.tasks.stored_adapters import open_adapters
@@ -182,3 +184,15 @@ def test_adapters_of_another_model_are_refused(base: Path, run: Path, tmp_path: 
         with pytest.raises(RankError) as caught:
             train_sharded(target, tmp_path, 1, lora=LoRA(pretrained=given), max_steps=1)
         assert message in str(caught.value)
+
+
+def test_a_store_that_lets_nobody_in_is_refused_as_the_setting_that_names_it(
+    memory: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError("Unable to locate credentials")
+
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "info", refuse)
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "exists", refuse)
+    with pytest.raises(ValueError, match=rf"^lora\.pretrained: {memory}: Unable to locate credentials; see whether it"):
+        open_adapters(LoRA(pretrained=str(memory)))
