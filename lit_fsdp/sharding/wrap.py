@@ -301,7 +301,10 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _drop_shared(model: nn.Module, units: list[Unit]) -> list[Unit]:
-    """Leave out embeddings and heads that share a parameter with another unit, and all blocks that do."""
+    """Leave out embeddings and heads that share a parameter with another unit, and all blocks that do.
+
+    What one of them held belongs to the unit around it then, which may share it with another in its turn.
+    """
     numbers = _number_owners(units)
     owners: dict[int, set[int]] = {}
     # Not named_parameters(remove_duplicate=False): it also lists a module again that has two names.
@@ -310,7 +313,8 @@ def _drop_shared(model: nn.Module, units: list[Unit]) -> list[Unit]:
             owner = _find_owner(f"{name}.{key}" if name else key, numbers)
             owners.setdefault(id(parameter), set()).add(-1 if owner is None else owner)
     shared = {i for indices in owners.values() if len(indices) > 1 for i in indices}
-    return [unit for i, unit in enumerate(units) if i not in shared]
+    left = [unit for i, unit in enumerate(units) if i not in shared]
+    return _drop_shared(model, left) if len(left) < len(units) else left
 
 
 def find_around(name: str, known: Container[str]) -> str | None:

@@ -98,6 +98,15 @@ def test_tied_weights_and_their_norm_land_in_the_root(family: str) -> None:
     assert plan[-1].num_params == 67 * 32 + 32
 
 
+def test_a_unit_around_tied_weights_does_not_share_them_with_the_root() -> None:
+    model = build_language_model("llama", tie_word_embeddings=True)
+    wrap = Wrap(policy="min_size", min_num_params=200)  # all norms together, so ``model`` would be a unit
+    assert ("block", ("model",)) in shape_of(plan_units(build_language_model("llama", tie_word_embeddings=False), wrap))
+    plan = plan_units(model, wrap)
+    assert ("block", ("model",)) not in shape_of(plan)
+    assert "model.embed_tokens.weight" in plan[-1].parameters
+
+
 def test_a_plan_that_does_not_fit_falls_to_the_marked_blocks() -> None:
     model = build_language_model("gpt2")
     assert "transformer.layers.*" in model.fsdp_plan  # inherited; GPT-2 has h
