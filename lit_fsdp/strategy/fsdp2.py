@@ -232,6 +232,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         self._unit_table: Table | None = None  # to be printed
         self._hooks: list[RemovableHandle] = []
         self._toggles: list[Callable[[], None]] = []  # of an evaluation inside of training
+        self._toggles_of_kept: list[Callable[[], None]] = []  # of the run, where gathered weights stay until the step
         self.overlapped_steps: OverlappedSteps | None = None  # with cpu_offload.overlap_optimizer
 
     @property
@@ -455,8 +456,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
             self._build_optimizers(trainer)
             self._watch_paths(module)
             self._check_disk(trainer)
-            if not module.automatic_optimization:
-                self._hooks = [reshard_when_toggled(root) for root in find_roots(module)]
+            self._watch_toggles(module)
         self.setup_precision_plugin()
 
     def _build_optimizers(self, trainer: pl.Trainer) -> None:
@@ -476,6 +476,12 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         # On CPUs ranks have just waited for each other to reduce. The host of a GPU is ahead of it, and stays so.
         is_deferred = self.root_device.type != "cpu"
         self._rank_paths = watch_paths(module, self.device_mesh, timeout_s=self.timeout_s, is_deferred=is_deferred)
+
+    def _watch_toggles(self, module: pl.LightningModule) -> None:
+        if not module.automatic_optimization:
+            self._hooks = [reshard_when_toggled(root) for root in find_roots(module)]
+        elif not self.settings.sharding.reshard_after_backward:
+            self._toggles_of_kept = [follow_toggles(root) for root in find_roots(module)]
 
     def _check_fit(self) -> None:
         num_micro_batches = count_micro_batches(self._module.trainer)
@@ -601,6 +607,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._follow_toggles_of_kept()
         output = super().training_step(*args, **kwargs)
         if not self._has_seen_step:
             self._has_seen_step = True
@@ -608,6 +615,11 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         if not self._module.automatic_optimization:
             self._reshard()  # what was used last without a backward, for hooks that change weights
         return output
+
+    def _follow_toggles_of_kept(self) -> None:
+        """Keep what hooks between micro-batches have frozen or unfrozen, which gathered weights would forget."""
+        for find_toggled in self._toggles_of_kept:
+            find_toggled()
 
     def _warn_of_edited(self, place: str, answer: str) -> None:
         known = {f"{name}.weight" for name in _list_limited(self._module)} | self._edited  # warned of already
@@ -738,6 +750,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
             self._rank_paths.forget()
 
     def _begin_evaluation(self, begin: Callable[[], None]) -> None:
+        self._follow_toggles_of_kept()
         self.finish_steps()
         self._finish_comparison()
         begin()
@@ -873,6 +886,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         self._checked_loaders.clear()
         self._units.clear()
         self._toggles.clear()
+        self._toggles_of_kept.clear()
         if self._retried_steps is not None:
             self._retried_steps.stop()
         if self._hang_watch is not None:

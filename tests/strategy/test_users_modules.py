@@ -740,6 +740,37 @@ def test_hooks_find_gradients_and_shards_where_gathered_weights_stay(build: type
     compare(build, tmp_path, strategy={"sharding": kept, "wrap": Wrap(module_classes=["Linear"])})
 
 
+class UnfreezesInside(Plain):
+    """Unfreezes a layer between the first two micro-batches of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    def on_train_batch_end(self, _: Any, __: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.net[0].requires_grad_(True)
+
+    def validation_step(self, batch: dict[str, Tensor], _: int) -> None:
+        self.net(batch["x"])
+
+    val_dataloader = Plain.train_dataloader
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("num_validated", [0, 1])
+def test_layers_are_unfrozen_between_micro_batches_where_gathered_weights_stay(
+    num_validated: int, tmp_path: Path
+) -> None:
+    """As on one device: DDP on several does not average the gradients of what is unfrozen later."""
+    options = {"accumulate_grad_batches": 2, "val_check_interval": 1, "limit_val_batches": num_validated}
+    kept = Sharding(reshard_after_forward=False, reshard_after_backward=False)
+    strategy = {"sharding": kept, "wrap": Wrap(module_classes=["Linear"])}
+    run_ranks(partial(train, strategy=strategy, **options), UnfreezesInside, tmp_path / "sharded", True)
+    run_ranks(partial(train, **options), UnfreezesInside, tmp_path / "ddp", False, world_size=1)
+    assert_same(tmp_path / "sharded", tmp_path / "ddp", 2e-5)
+
+
 class Whole(Plain):
     """Has a whole number for a parameter, which trains nothing."""
 
