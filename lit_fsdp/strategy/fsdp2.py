@@ -487,6 +487,11 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         num_micro_batches = count_micro_batches(self._module.trainer)
         is_automatic = self._module.automatic_optimization
         self.settings.check_accumulation(num_micro_batches=num_micro_batches, is_automatic=is_automatic)
+        if self.oom_retries and not is_automatic:
+            raise ValueError(
+                f"oom_retries: got {self.oom_retries}: under manual optimization training_step makes the optimizer "
+                "step itself, so it cannot be undone; leave it out"
+            )
         check_learning_rate_finder(self._module)
 
     def _check_disk(self, trainer: pl.Trainer) -> None:
@@ -703,11 +708,8 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         return [] if self._retried_steps is None else self._retried_steps.events
 
     def _retry_steps(self, trainer: pl.Trainer) -> None:
-        if not self._module.automatic_optimization:
-            raise ValueError(
-                f"oom_retries: got {self.oom_retries}: under manual optimization training_step makes the optimizer "
-                "step itself, so it cannot be undone; leave it out"
-            )
+        if self._retried_steps is not None:  # of a search before, such as that of LearningRateFinder
+            self._retried_steps.stop()
         self._retried_steps = RetriedSteps(self, trainer, self._module, self.oom_retries, rank_zero.rank_zero_warn)
 
     @override

@@ -2,6 +2,7 @@
 
 import json
 import math
+import threading
 import warnings
 from collections.abc import Iterable
 from dataclasses import replace
@@ -13,6 +14,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import LearningRateFinder
 from memory_faults import PHASES, Fault, Faults, describe_faults, draw_faults
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -413,6 +415,50 @@ def test_a_step_that_cannot_be_redone_ends_the_run_and_says_why(
     with pytest.raises(RankError, match=f"CUDA out of memory(?s:.*)the step is not redone: {reason}"):
         run_ranks(body)
     assert f"step 2, which is not redone: {reason}" in capfd.readouterr().out
+
+
+class ByHand(Counting):
+    """Makes its steps itself."""
+
+    automatic_optimization = False
+
+    def configure_weights(self) -> None:
+        raise AssertionError("weights were loaded before the setting was refused")
+
+
+@pytest.mark.full
+def test_retries_under_manual_optimization_are_refused_before_weights_are_loaded() -> None:
+    def body() -> None:
+        with torch.device("meta"):
+            module = ByHand()
+        trainer = build_trainer(FSDP2Strategy(oom_retries=2), gradient_clip_val=None)
+        trainer.fit(module, DataLoader(torch.randn(4, 4)))  # type: ignore[arg-type]
+
+    with pytest.raises(RankError, match="ValueError: oom_retries: got 2: under manual optimization"):
+        run_ranks(body, world_size=1)
+
+
+class FindsRate(Counting):
+    """Has a learning rate that can be found."""
+
+    lr = 0.1
+
+
+@pytest.mark.full
+def test_a_search_that_begins_training_once_more_leaves_nothing_behind(tmp_path: Path) -> None:
+    def body() -> None:
+        methods = dict(vars(dist.ProcessGroup))
+        finder = LearningRateFinder(num_training_steps=4, early_stop_threshold=None, update_attr=False)
+        strategy = FSDP2Strategy(oom_retries=2)
+        callbacks = [finder, Faults([Fault(rank=1, phase="end")])]
+        trainer = build_trainer(strategy, callbacks=callbacks, max_steps=STEPS, default_root_dir=tmp_path)
+        trainer.fit(FindsRate(), DataLoader(torch.randn(32, 4), batch_size=4))  # type: ignore[arg-type]
+        assert trainer.global_step == STEPS
+        assert len(strategy.redone_steps) == 1
+        assert dict(vars(dist.ProcessGroup)) == methods
+        assert "step agreement" not in {thread.name for thread in threading.enumerate()}
+
+    run_ranks(body)
 
 
 def test_batches_split_by_rows() -> None:
