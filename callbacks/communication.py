@@ -129,6 +129,10 @@ class CommunicationLogger(StepCallback):
 
     on_preemption = on_train_end
 
+    def on_step_undone(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Leave the plan alone: a step that is computed again sends more, and later ones may, see ``oom_retries``."""
+        self._is_compared = True
+
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._stop()

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from fake_time import FakeTime
 from lightning.pytorch.loggers import CSVLogger
+from memory_faults import Fault, Faults
 from torch import Tensor
 from torch.utils.data import DataLoader
 from training import EVEN, Rows, build_task, build_trainer, save_model
@@ -208,6 +209,23 @@ def _nothing() -> Any:
 @pytest.mark.full
 def test_a_difference_to_the_plan_is_told(tmp_path: Path) -> None:
     run_ranks(use_a_unit_twice, save_model(tmp_path / "model", **EVEN))
+
+
+def redo_a_step(folder: Path) -> None:
+    callback = CommunicationLogger(num_warmup_steps=0)
+    faults = Faults([Fault(rank=0, phase="unshard", unit=2)])
+    strategy = FSDP2Strategy(print_plan=False, oom_retries=1)
+    trainer = build_trainer(strategy, callbacks=[callback, faults], max_steps=3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(build_task(folder), Rows(64, 2))
+    assert len(strategy.redone_steps) == 1
+    assert [str(warning.message) for warning in caught if "the plan says" in str(warning.message)] == []
+
+
+@pytest.mark.full
+def test_a_step_that_is_redone_is_not_compared_with_the_plan(tmp_path: Path) -> None:
+    run_ranks(redo_a_step, save_model(tmp_path, **EVEN))
 
 
 def fit_twice_and_fail(folder: Path) -> None:
