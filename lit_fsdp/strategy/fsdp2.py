@@ -317,7 +317,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
 
     def _check_settings(self) -> None:
         """Refuse what cannot work, when the Trainer is built: before processes, collectives or memory."""
-        check_retries(self.oom_retries, self.settings.mesh)
+        check_retries(self.oom_retries, self.settings)
         self.settings.check(world_size=self.world_size, ranks_per_node=self.num_processes, device=self.root_device)
         for name in ("timeout_s", "start_timeout_s"):
             if not 0 < (given := getattr(self, name)) <= MAX_TIMEOUT_S:

@@ -26,9 +26,9 @@ from torch.optim import Optimizer
 from lit_fsdp.optim.overlapped_steps import OverlappedSteps
 from lit_fsdp.profiling.device_memory import is_out_of_memory
 from lit_fsdp.sharding.buffers import has_batch_statistics
-from lit_fsdp.sharding.mesh import Mesh
 from lit_fsdp.sharding.random_state import remember_generators
 from lit_fsdp.sharding.scalars import drop_scalar_gradients
+from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.shard import find_roots
 from lit_fsdp.sharding.torch_internals import end_step
 from lit_fsdp.strategy.batch_split import BatchPart
@@ -37,7 +37,7 @@ from lit_fsdp.strategy.step_agreement import StepAgreement
 from lit_fsdp.strategy.step_memory import StepMemory
 
 
-def check_retries(num_retries: int, mesh: Mesh) -> None:
+def check_retries(num_retries: int, settings: Settings) -> None:
     """Refuse ``oom_retries`` that cannot work.
 
     Raises:
@@ -45,10 +45,16 @@ def check_retries(num_retries: int, mesh: Mesh) -> None:
     """
     if num_retries < 0:
         raise ValueError(f"oom_retries: got {num_retries}: expected 0 or more")
+    mesh = settings.mesh
     if num_retries and mesh.tensor != 1:
         raise ValueError(
             f"oom_retries: got {num_retries} with mesh.tensor {mesh.tensor}: what split layers send is not seen, so a "
             "rank that fails alone would leave others waiting; set one of them to its default"
+        )
+    if num_retries and mesh.sequence != 1 and settings.compile is not None:
+        raise ValueError(
+            f"oom_retries: got {num_retries} with mesh.sequence {mesh.sequence} and compile: what compiled blocks send "
+            "is not seen, so a rank that fails alone would leave others waiting; leave one of them out"
         )
 
 

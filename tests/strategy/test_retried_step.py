@@ -477,7 +477,11 @@ def test_batches_split_by_rows() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"oom_retries": -1}, "got -1: expected 0"), ({"oom_retries": 2, "mesh": Mesh(tensor=2)}, "mesh.tensor 2")],
+    [
+        ({"oom_retries": -1}, "got -1: expected 0"),
+        ({"oom_retries": 2, "mesh": Mesh(tensor=2)}, "mesh.tensor 2"),
+        ({"oom_retries": 2, "mesh": Mesh(sequence=2), "compile": Compile()}, "mesh.sequence 2 and compile"),
+    ],
 )
 def test_retries_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"oom_retries: .*{message}"):
