@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -168,7 +169,10 @@ def init_unstored(model: nn.Module, optional: Sequence[str] = (), seed: int = 0)
                 _init_unit(unstored, owners, seed, writers)
             for name, module in unit:
                 if module._non_persistent_buffers_set and clean_name(name) not in holders:
-                    _init_buffers(name, module, owners)
+                    # An embedding may have a buffer beside its weight.
+                    with _put_aside((module._parameters, key) for key in module._parameters):
+                        _init_module(name, module, owners, 0)
+        _init_from_around(model, owners)
 
 
 def _group_modules(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
@@ -319,16 +323,35 @@ def _init_adapters(model: nn.Module, seed: int) -> None:
             init_magnitudes(layer)
 
 
-def _init_buffers(name: str, module: nn.Module, owners: dict[str, Any]) -> None:
-    """Run a module's initializer with its parameters on the meta device: an embedding may have a buffer too."""
-    kept = {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
+def _init_from_around(model: nn.Module, owners: dict[str, Any]) -> None:
+    """Set buffers that only a module around theirs sets, as the model of Falcon-H1 does those of its layers."""
+    modules, tried = dict(model.named_modules()), set()
+    for name in [name for name, buffer in model.named_buffers() if _is_unset(buffer)]:
+        around = name.rpartition(".")[0]
+        while around and _is_unset(model.get_buffer(name)):
+            around = around.rpartition(".")[0]
+            if around not in tried:
+                tried.add(around)
+                inside = [*modules[around].modules()]
+                parameters = ((m._parameters, key) for m in inside for key in m._parameters)
+                buffers = ((m._buffers, key) for m in inside for key, b in m._buffers.items() if b is not None)
+                with _put_aside((*parameters, *(place for place in buffers if not _is_unset(place[0][place[1]])))):
+                    _init_module(around, modules[around], owners, 0)
+
+
+@contextmanager
+def _put_aside(places: Iterable[tuple[dict[str, Any], str]]) -> Iterator[None]:
+    """Keep tensors from initializers inside of a context, which find some on the meta device in their places."""
+    kept = [(holder, key, holder[key]) for holder, key in places if holder[key] is not None]
     try:
-        for key, parameter in kept.items():
-            meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-            module._parameters[key] = nn.Parameter(meta, requires_grad=False)
-        _init_module(name, module, owners, 0)
+        for holder, key, tensor in kept:
+            meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            holder[key] = nn.Parameter(meta, requires_grad=False) if is_parameter else meta
+        yield
     finally:
-        module._parameters.update(kept)
+        for holder, key, tensor in kept:
+            holder[key] = tensor
 
 
 def _check_same(first: Conversion, second: Conversion, files: TensorFiles) -> None:

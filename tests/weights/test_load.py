@@ -204,6 +204,39 @@ def test_what_nothing_sets_is_refused_by_name(dtype: torch.dtype) -> None:
         init_weights(shifted, 0)
 
 
+def test_buffers_that_only_a_module_around_sets_are_set_beside_weights_of_files(tmp_path: Path) -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+            self.register_buffer("kept", torch.full((2,), 5.0))
+            self.register_buffer("factor", torch.ones(2), persistent=False)
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Layer(), Layer()])
+
+        def reset_parameters(self) -> None:
+            for layer in self.layers:
+                layer.linear.reset_parameters()
+                layer.kept.zero_()
+                layer.factor.fill_(3.0)
+
+    plain = Layers()
+    save_file(plain.state_dict(), tmp_path / "model.safetensors")
+
+    def body() -> None:
+        with torch.device("meta"):
+            model = shard(Layers())
+        materialize(model, CPU)
+        load_weights(model, tmp_path)
+        assert [layer.factor.tolist() for layer in model.layers] == [[3.0, 3.0]] * 2
+        assert all(to_full(value).equal(plain.state_dict()[name]) for name, value in model.state_dict().items())
+
+    run_ranks(body)
+
+
 def test_integer_parameters_are_refused_by_name() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2))
