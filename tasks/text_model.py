@@ -127,6 +127,19 @@ def check_positions(model: nn.Module, data: Any) -> None:
         )
 
 
+def weigh_aux_loss(model: Any, output: Any) -> Tensor | None:
+    """Return what the routers of a mixture of experts add to a mean loss, ``None`` if there is nothing.
+
+    Most models keep the factor as an attribute; in the configurations of DBRX and JetMoE it has other names.
+    """
+    if getattr(output, "aux_loss", None) is None:
+        return None
+    holders = (model, model.config.get_text_config())
+    factor = next(value for holder in holders for name, value in vars(holder).items() if name.endswith("aux_loss_coef"))
+    weighed: Tensor = factor * output.aux_loss
+    return weighed
+
+
 def check_generation(generation: Mapping[str, Any]) -> None:
     """Refuse settings that ``generate`` does not know, now instead of when training ends."""
     known = set(GenerationConfig().to_dict())
@@ -178,5 +191,5 @@ def check_packing(compute_logits: Callable[..., Tensor], vocab_size: int, device
     if change > tolerance:
         raise ValueError(
             f"data.packing: got true: {model} lets the documents of a packed row see each other (logits change by "
-            f"{float(change):.0%} of their spread); set data.packing: false, or another attention"
+            f"{float(change):.1%} of their spread); set data.packing: false, or another attention"
         )

@@ -36,7 +36,7 @@ from lit_fsdp.tasks.lr_schedule import LRSchedule
 from lit_fsdp.tasks.text.batches import IGNORED, Batch
 from lit_fsdp.tasks.text.messages import RowError
 from lit_fsdp.tasks.text.tokenizer import get_pad_id
-from lit_fsdp.tasks.text_model import check_generation, get_end_ids
+from lit_fsdp.tasks.text_model import check_generation, get_end_ids, weigh_aux_loss
 from lit_fsdp.tasks.text_task import TextTask
 from lit_fsdp.weights.base_weights import get_pretrained_folder
 
@@ -229,15 +229,12 @@ class CausalLM(TextTask):
 
     def _sum_model_losses(self, output: Any, num_targets: Tensor, **labels: Tensor | None) -> tuple[Tensor, Tensor]:
         assert self.model is not None
-        config = self.model.config.get_text_config()
+        vocab_size = self.model.config.get_text_config().vocab_size
         # The model's own loss, as a sum: divided by "1 item".
-        loss_sum = self.model.loss_function(
-            logits=output.logits, vocab_size=config.vocab_size, num_items_in_batch=1, **labels
-        )
-        if getattr(output, "aux_loss", None) is not None:
-            # Of mixture-of-experts routers, a mean over tokens already.
-            loss_sum = loss_sum + config.router_aux_loss_coef * output.aux_loss * num_targets
-        return loss_sum, num_targets
+        loss_sum = self.model.loss_function(logits=output.logits, vocab_size=vocab_size, num_items_in_batch=1, **labels)
+        aux_loss = weigh_aux_loss(self.model, output)
+        # A mean over tokens already.
+        return loss_sum if aux_loss is None else loss_sum + aux_loss * num_targets, num_targets
 
     @override
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:

@@ -51,7 +51,7 @@ from lit_fsdp.tasks.preference.losses import (
 )
 from lit_fsdp.tasks.text.batches import IGNORED, Batch, read_exact
 from lit_fsdp.tasks.text.data import TextData
-from lit_fsdp.tasks.text_model import build_model
+from lit_fsdp.tasks.text_model import build_model, weigh_aux_loss
 from lit_fsdp.weights.base_weights import get_pretrained_folder
 from lit_fsdp.weights.load import load_weights
 from lit_fsdp.weights.safetensors_io import compute_fingerprint
@@ -438,8 +438,8 @@ class PreferenceTuning(CausalLM):
         else:
             output = model(**inputs, use_cache=False)
             losses = _list_losses(output.logits, targets)
-            if getattr(output, "aux_loss", None) is not None:  # of mixture-of-experts routers
-                aux_loss = model.config.get_text_config().router_aux_loss_coef * output.aux_loss
+            own = weigh_aux_loss(model, output)
+            aux_loss = aux_loss if own is None else own
         scored = Scored(logps=-(losses * is_completion).sum(1), lengths=is_completion.sum(1))
         num_chosen = len(labels) // 2
         is_chosen = (scored.lengths > 0)[:num_chosen, None] & (targets != IGNORED)[:num_chosen]

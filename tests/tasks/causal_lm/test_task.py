@@ -67,16 +67,36 @@ def test_a_batch_without_targets_has_a_loss_of_zero_and_a_gradient(tmp_path: Pat
     loss_sum.backward()
 
 
-def test_router_losses_of_a_mixture_of_experts_count_per_target() -> None:
-    config = AutoConfig.for_model(
-        "mixtral",
-        num_hidden_layers=1,
-        num_key_value_heads=4,
-        num_local_experts=4,
-        output_router_logits=True,
-        router_aux_loss_coef=0.5,
-        **EVEN,
-    )
+_DBRX: dict[str, Any] = {
+    "d_model": 32,
+    "n_heads": 4,
+    "n_layers": 1,
+    "max_seq_len": 64,
+    "vocab_size": 64,
+    "attn_config": {"kv_n_heads": 4, "clip_qkv": 8.0, "rope_theta": 10_000.0},
+    "ffn_config": {
+        "ffn_hidden_size": 32,
+        "moe_num_experts": 4,
+        "moe_top_k": 2,
+        "moe_loss_weight": 0.5,
+        "hidden_size": 32,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [
+        ("mixtral", {**EVEN, "num_key_value_heads": 4, "num_local_experts": 4, "router_aux_loss_coef": 0.5}),
+        # Whose configurations call the factor otherwise.
+        ("jetmoe", {"hidden_size": 32, "num_local_experts": 4, "vocab_size": 64, "aux_loss_coef": 0.5}),
+        ("dbrx", _DBRX),
+    ],
+    ids=["mixtral", "jetmoe", "dbrx"],
+)
+def test_router_losses_of_a_mixture_of_experts_count_per_target(model_type: str, settings: dict[str, Any]) -> None:
+    depth = {} if model_type == "dbrx" else {"num_hidden_layers": 1}
+    config = AutoConfig.for_model(model_type, output_router_logits=True, **depth, **settings)
     task = CausalLM(config={"model_type": "mixtral"})
     task.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     batch = {"input_ids": torch.arange(16).view(2, 8), "labels": torch.arange(16).view(2, 8)}
