@@ -103,8 +103,8 @@ class CheckpointWriter:
         is_restored = getattr(model, "restores_frozen", False)
         if self.save_frozen is False and not is_restored:
             raise ValueError(
-                "save_frozen: got false: the frozen parameters have random values, which no run could get back; set "
-                "pretrained, or leave it out"
+                "save_frozen: got false: no run could get back the frozen parameters, which only adapters over a model "
+                "of pretrained leave as they are; set lora and pretrained, or leave it out"
             )
         self._left_out = list_left_out(model, self.checkpoint_format, self.save_frozen)
 

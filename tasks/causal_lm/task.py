@@ -166,11 +166,6 @@ class CausalLM(TextTask):
         if self._count_sharing() > 1:
             split_attention(model)
 
-    @property
-    @override
-    def restores_frozen(self) -> bool:
-        return self.pretrained is not None
-
     # Steps
 
     def forward(self, **inputs: Any) -> Tensor:

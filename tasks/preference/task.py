@@ -207,6 +207,11 @@ class PreferenceTuning(CausalLM):
             self.reference = self._build_reference()
         super().finish_model()
 
+    @property
+    @override
+    def restores_frozen(self) -> bool:
+        return super().restores_frozen or self.reference_source == "model"
+
     def _build_reference(self) -> PreTrainedModel:
         with explain_build_errors(self.config_settings):
             model = build_model(self.read_config(), self.attention)

@@ -10,7 +10,7 @@ from export_runs import check_memory, refuse, train
 from models import LANGUAGE_MODELS, build_language_model, make_tokens
 from safetensors import safe_open
 from torch import Tensor
-from training import save_model
+from training import EVEN, save_model
 from transformers import AutoModelForCausalLM
 
 from lit_fsdp.checkpoint import manifest
@@ -86,6 +86,18 @@ def test_the_files_hold_what_save_pretrained_writes(trained: Path, tmp_path: Pat
     assert exported.num_parameters == model.num_parameters()
     ours, truth = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("out", "truth"))
     assert ours == truth
+
+
+@pytest.mark.full
+def test_parameters_that_a_model_never_trains_leave_with_it(tmp_path: Path) -> None:
+    config = {"vocab_size": 67, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "num_key_value_heads": 2}
+    folder = save_model(tmp_path / "model", model_type="ernie4_5_moe", **{**EVEN, **config})
+    run_ranks(train, tmp_path, {"pretrained": str(folder)})
+    export_model(tmp_path / "last.ckpt", tmp_path / "out")
+    ours, base = read_tensors(tmp_path / "out"), read_tensors(folder)
+    assert ours.keys() == base.keys()
+    assert any("e_score_correction_bias" in name and ours[name].equal(base[name]) for name in ours)
+    assert (run_model(tmp_path / "out") - torch.load(tmp_path / "logits.pt")).abs().max() == 0.0
 
 
 @pytest.mark.full
