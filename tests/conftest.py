@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,11 @@ hide_gpus()
 os.register_at_fork(after_in_child=gc.freeze)
 # Lightning is not imported here: without handlers of pytest beside it, it would print its messages itself.
 logging.disable()  # bitsandbytes says which kernel it has not; pytest-xdist would print that after its summary
-import peft  # noqa: E402, F401  with bitsandbytes: what ranks import late, here so that forked ones do not each pay for it
+# What ranks import late, here so that forked ones do not each pay for it.
+import peft  # noqa: E402, F401  with bitsandbytes
+
+with suppress(ImportError):  # Lightning asks of each folder of a logger whether it is one of S3
+    import s3fs  # noqa: F401
 
 logging.disable(logging.NOTSET)
 
