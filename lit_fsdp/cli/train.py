@@ -187,7 +187,8 @@ class SaveRunConfig(SaveConfigCallback):
     def _format_config(self) -> str:
         """Return the configuration without what is ``null`` by default, as ``--config`` reads the same without it."""
         text, given = (
-            self.parser.dump(self.config, skip_unset=False, skip_default=is_short) for is_short in (False, True)
+            self.parser.dump(self.config, skip_unset=False, skip_default=is_short, skip_validation=True)
+            for is_short in (False, True)
         )
         settings = _drop_null(yaml.safe_load(text), yaml.safe_load(given))
         version = text.partition("\n")[0]  # of Lightning, as a comment

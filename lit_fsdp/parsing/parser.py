@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import collections.abc
 import dataclasses
+import logging
 import os
 import pkgutil
 import re
@@ -61,6 +62,8 @@ class OneLineParser(jsonargparse.ArgumentParser):
         use_own_loader()
         # Of every setting that is a path of this machine: an address would become a folder named after its scheme.
         register_type(Path, str, locate_local, fail_already_registered=False)
+        # What this logger is given is dropped, but only after a record was made of it; seen in jsonargparse 4.53.
+        logging.getLogger("jsonargparse_null_logger").disabled = True
         # An abbreviation is a typo that runs: --trainer.max_step=3 would be taken for max_steps.
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
