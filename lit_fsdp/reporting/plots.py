@@ -25,8 +25,13 @@ _NUMBERS = count()
 
 def write_png(plot: Plot, path: Path) -> None:
     """Write a plot as a picture, whole or not at all."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    figure = _draw(plot, WIDE)
+    figure.set_dpi(110)
     with open_whole(path, "wb") as file:
-        _draw(plot, WIDE).savefig(file, format="png", dpi=110)
+        # Not savefig, which draws all of it twice, to the same picture.
+        FigureCanvasAgg(figure).print_png(file)  # type: ignore[no-untyped-call]
 
 
 def render_svg(plot: Plot, size: tuple[float, float] = WIDE) -> str:
@@ -37,13 +42,16 @@ def render_svg(plot: Plot, size: tuple[float, float] = WIDE) -> str:
     size is always the same.
     """
     import matplotlib as mpl
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
 
     buffer = io.StringIO()
     colors: Any = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK)
+    colors |= dict.fromkeys(("figure.facecolor", "axes.facecolor"), "none")
     # Text stays text: it can be searched and copied, and the browser's fonts show it.
     with mpl.rc_context({"svg.fonttype": "none", **colors}):
         metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        _draw(plot, size).savefig(buffer, format="svg", metadata=metadata, transparent=True)
+        canvas = FigureCanvasSVG(_draw(plot, size))
+        canvas.print_svg(buffer, metadata=metadata)  # type: ignore[no-untyped-call]  # not savefig, as above
     text = buffer.getvalue()
     return _fit_in(text[text.index("<svg") :], plot)
 
