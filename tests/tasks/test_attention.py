@@ -28,6 +28,7 @@ from lit_fsdp.tasks import CausalLM, LoRA, Quantization, TextData, attention
 from lit_fsdp.tasks.attention import DocumentMask, choose_attention, pack_documents
 from lit_fsdp.tasks.loading import build_train_loader
 from lit_fsdp.tasks.text.batches import list_document_lengths
+from lit_fsdp.tasks.text_model import check_packing
 from ranks import run_ranks
 
 TOLERANCE = 1e-6
@@ -187,6 +188,36 @@ def test_no_mask_of_the_row_is_made_and_generation_is_as_before(monkeypatch: pyt
     first, second = (m.eval().generate(**padded, **options) for m in (model, build("mistral", "sdpa")[0]))
     assert first.equal(second)
     assert len(seen) == 1
+
+
+_HYBRID = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+_HYBRID |= {"num_key_value_heads": 2, "layer_types": ["full_attention"] * 3 + ["conv"], "vocab_size": 96}
+_EXPERTS = {"hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+_EXPERTS |= {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "vocab_size": 96}
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "rounding", "leaks"),
+    [
+        ("lfm2", _HYBRID, 0.0, True),  # a convolution passes on less than what rounding in 16 bits may come to
+        ("qwen3_moe", _EXPERTS, 0.0, False),
+        ("qwen3_moe", _EXPERTS, 0.03, False),  # where experts round otherwise beside other tokens, in all rows
+    ],
+)
+def test_documents_that_see_each_other_are_told_from_rounding_in_16_bits(
+    family: str, sizes: dict[str, Any], rounding: float, leaks: bool
+) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes), dtype=torch.bfloat16).eval()
+    chosen = choose_attention(model, "auto", is_packed=True, needs_one_graph=False)
+
+    def compute_logits(**inputs: Tensor) -> Tensor:
+        with pack_documents(inputs, chosen) as packed:
+            logits: Tensor = model(**packed, use_cache=False).logits
+        return logits + rounding * logits.std() * torch.randn_like(logits).clamp(-1, 1)
+
+    with pytest.raises(ValueError, match="see each other") if leaks else nullcontext():
+        check_packing(compute_logits, sizes["vocab_size"], torch.device("cpu"), family)
 
 
 def test_lengths_of_documents_are_where_positions_begin_again() -> None:
