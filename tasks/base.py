@@ -117,10 +117,12 @@ class Task(TakesMappings, LightningModule):
         Raises:
             ValueError: With the setting, the reason and the nearest one that works.
         """
-        is_quantized = getattr(self, "quantization", None) is not None
+        has_adapters, is_quantized = (getattr(self, name, None) is not None for name in ("lora", "quantization"))
         check_lightning_strategy(trainer, optimizer=self.optimizer_settings.name, is_quantized=is_quantized)
         if isinstance(trainer.strategy, FSDP2Strategy):
-            self.optimizer_settings.check_tensor(trainer.strategy.settings.mesh.tensor)
+            settings = trainer.strategy.settings
+            settings.check_adapted(has_adapters=has_adapters, is_quantized=is_quantized)
+            self.optimizer_settings.check_tensor(settings.mesh.tensor)
 
     @override
     def setup(self, stage: str) -> None:

@@ -197,6 +197,14 @@ STRATEGY = [
             f"optimizer.name: got {name} with mesh.tensor: 2", "set optimizer.name: adamw")
         for name in ("adamw_8bit", "adafactor", "muon")
     ),
+    fit("adapters over split layers", {"strategy.mesh.tensor": 2, "trainer.devices": 2, "model.lora": {}},
+        "mesh.tensor: got 2 with lora", "set mesh.tensor: 1"),
+    fit("quantized weights gathered in 8 bits",
+        {"strategy.sharding": {"gather_bits": 8}, "model.lora": {}, "model.quantization": {}},
+        "sharding.gather_bits: got 8 with quantization", "leave it out"),
+    fit("sums of gradients rounded",
+        {"strategy.sharding": {"reduce_bits": 8}, "strategy.mixed_precision": {"reduce_dtype": "bfloat16"}},
+        "sharding.reduce_bits: got 8 with mixed_precision.reduce_dtype bfloat16", "leave one of them out"),
     fit("async save a word", {"strategy.async_save": "yes please"}, "async_save"),
     fit("async single file", {"strategy.async_save": True, "strategy.checkpoint_format": "single_file"}, "async_save"),
 ]  # fmt: skip

@@ -180,11 +180,7 @@ def check_gathered(parameters: Mapping[str, Tensor], units: Iterable[Unit], poli
         own = {name: parameters[name] for name in unit.parameters if parameters[name].ndim and unit.kind != "idle"}
         for name, parameter in own.items():
             if not parameter.is_floating_point():
-                raise ValueError(
-                    f"sharding.gather_bits: got 8, and {name} holds quantized weights ({_name(parameter.dtype)}): "
-                    "rounding would change these bytes, which are few already; leave it out (sharding.reduce_bits can "
-                    "stay)"
-                )
+                raise describe_quantized(f"{name}, which holds quantized weights ({_name(parameter.dtype)})")
         dtypes = {policy.param_dtype or parameter.dtype: name for name, parameter in own.items()}
         if len(dtypes) > 1:
             found = " and ".join(f"{name} in {_name(dtype)}" for dtype, name in list(dtypes.items())[:2])
@@ -192,6 +188,14 @@ def check_gathered(parameters: Mapping[str, Tensor], units: Iterable[Unit], poli
                 f"sharding.gather_bits: got 8, and one unit gathers {found}, together as bytes, which cannot be "
                 "rounded; set mixed_precision.param_dtype, or leave it out"
             )
+
+
+def describe_quantized(what: str) -> ValueError:
+    """Return the error for gathers of quantized weights in 8 bits; ``what`` has them."""
+    return ValueError(
+        f"sharding.gather_bits: got 8 with {what}: rounding would change the bytes of quantized weights, which are few "
+        "already; leave it out (sharding.reduce_bits can stay)"
+    )
 
 
 def check_reduced(

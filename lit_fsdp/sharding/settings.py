@@ -10,9 +10,11 @@ import torch
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
 from lit_fsdp.sharding.cpu_offload import CPUOffload, build_offload_policy
 from lit_fsdp.sharding.float8 import Float8
+from lit_fsdp.sharding.low_bit import describe_quantized
 from lit_fsdp.sharding.mesh import Mesh
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
 from lit_fsdp.sharding.shard import Compile, Sharding
+from lit_fsdp.sharding.tensor_parallel import describe_changed
 from lit_fsdp.sharding.wrap import Wrap
 
 
@@ -56,6 +58,12 @@ class Settings:
                 f"mesh.tensor: got {sizes.tensor} with float8: torchao scales by the largest number of a whole weight, "
                 "of which each rank has a part; set mesh.tensor to 1, or leave float8 out"
             )
+        reduced = self.mixed_precision.reduce_dtype if self.mixed_precision is not None else None
+        if self.sharding.reduce_bits is not None and reduced not in (None, "float32"):
+            raise ValueError(
+                f"sharding.reduce_bits: got {self.sharding.reduce_bits} with mixed_precision.reduce_dtype {reduced}, "
+                "which would round the sum as well; leave one of them out"
+            )
         self.wrap.check()
         self.sharding.check(sizes.num_shards)
         self.activation_checkpointing.check()
@@ -77,6 +85,17 @@ class Settings:
                     f"activation_checkpointing.mlp_chunks: got {chunks} with compile: compiled blocks keep what they "
                     "choose; leave one of them out"
                 )
+
+    def check_adapted(self, *, has_adapters: bool, is_quantized: bool) -> None:
+        """Raise a ``ValueError`` for what cannot work with a model that is known to get adapters or 4 or 8 bits.
+
+        What has been built is refused too, by its layers.
+        """
+        for what, is_there in (("lora", has_adapters), ("quantization", is_quantized)):
+            if self.mesh.tensor > 1 and is_there:
+                raise describe_changed(what, self.mesh.tensor)
+        if self.sharding.gather_bits is not None and is_quantized:
+            raise describe_quantized("quantization")
 
     def check_accumulation(self, *, num_micro_batches: int | None, is_automatic: bool) -> None:
         """Raise a ``ValueError`` if gradients shall be held without micro-batches to hold them over.

@@ -132,10 +132,15 @@ def _measure_gradient(parameter: Tensor) -> Tensor:
 def _refuse_changed(module: nn.Module, size: int) -> None:
     for what, found in (("lora", iterate_adapters(module)), ("quantization", iterate_quantized(module))):
         if next(iter(found), None) is not None:
-            raise ValueError(
-                f"mesh.tensor: got {size} with {what}: layers can be split only as they are; set mesh.tensor: 1, as "
-                "sharding alone is enough for what trains few parameters"
-            )
+            raise describe_changed(what, size)
+
+
+def describe_changed(what: str, size: int) -> ValueError:
+    """Return the error for layers that have been changed by ``what``, and shall be split over ``size`` ranks."""
+    return ValueError(
+        f"mesh.tensor: got {size} with {what}: layers can be split only as they are; set mesh.tensor: 1, as "
+        "sharding alone is enough for what trains few parameters"
+    )
 
 
 def _find_models(module: nn.Module) -> Iterator[Any]:

@@ -109,7 +109,7 @@ def test_a_search_leaves_out_what_the_settings_refuse(capfd: pytest.CaptureFixtu
     assert any("model.lora" in changes for changes in trained)
     assert not any("model.quantization" in changes for changes in trained)
     said = " ".join(capfd.readouterr().out.split())
-    assert "not tried: model.lora, model.quantization: sharding.gather_bits: got 8, and model.model.layers.0" in said
+    assert "not tried: model.lora, model.quantization: sharding.gather_bits: got 8 with quantization: rounding" in said
 
 
 @pytest.mark.full
