@@ -131,11 +131,19 @@ def weigh_aux_loss(model: Any, output: Any) -> Tensor | None:
     """Return what the routers of a mixture of experts add to a mean loss, ``None`` if there is nothing.
 
     Most models keep the factor as an attribute; in the configurations of DBRX and JetMoE it has other names.
+
+    Raises:
+        ValueError: Neither the model nor its configuration has a factor.
     """
     if getattr(output, "aux_loss", None) is None:
         return None
     holders = (model, model.config.get_text_config())
-    factor = next(value for holder in holders for name, value in vars(holder).items() if name.endswith("aux_loss_coef"))
+    found = (value for holder in holders for name, value in vars(holder).items() if name.endswith("aux_loss_coef"))
+    if (factor := next(found, None)) is None:
+        raise ValueError(
+            f"config.output_router_logits: {type(model).__name__} returns a loss of its routers, and has no factor to "
+            "weigh it by, a name that ends in aux_loss_coef; set it to false"
+        )
     weighed: Tensor = factor * output.aux_loss
     return weighed
 
@@ -188,9 +196,9 @@ def check_packing(compute_logits: Callable[..., Tensor], vocab_size: int, device
             "attention"
         ) from error
     differences = (first - second).abs() / first.std()
-    change, rounding = differences[:2, _PIECE:].max(), differences[2:].max()
+    change, rounding = (float(part.max()) for part in (differences[:2, _PIECE:], differences[2:]))
     if change > max(1e-3, 4 * rounding):
         raise ValueError(
             f"data.packing: got true: {model} lets the documents of a packed row see each other (logits change by "
-            f"{float(change):.1%} of their spread); set data.packing: false, or another attention"
+            f"{change:.1%} of their spread); set data.packing: false, or another attention"
         )
