@@ -179,7 +179,20 @@ def dequantize(
             # Computed in float32 and cast as it is written: on a GPU inside the kernel, on a CPU in copies of the part.
             torch.mul(part, scale, out=out)
         return dense
-    return _load_functional().dequantize_4bit(codes.view(-1, 1), _build_state(codes, absmax, nested, dtype, settings))
+    load_kernels(_USER)
+    # Its operators: the functions around them take a description of the weight, and to build one takes as long again.
+    operators = torch.ops.bitsandbytes
+    if nested is None:
+        maxima = absmax.view(torch.float32).view(-1)
+    else:
+        values, book = nested.view(torch.float32), _get_code_book("dynamic", nested.device)
+        maxima = operators.dequantize_blockwise(absmax.view(-1), values[:-1], book, NESTED_BLOCK_SIZE, torch.float32)
+        maxima += values[-1]
+    shape = (num_rows, num_columns)
+    return cast(
+        Tensor,
+        operators.dequantize_4bit(codes.view(-1, 1), maxima, settings.block_size, settings.type, shape, dtype),
+    )
 
 
 def dequantize_shard(
