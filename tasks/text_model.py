@@ -13,6 +13,13 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 from lit_fsdp.errors import get_first_line, suggest
 
 _PIECE = 8  # tokens of each of the two documents of the probe
+# Settings with which tokens see later ones, and what to set instead.
+_BOTH_WAYS: dict[str, dict[Any, Any]] = {
+    "is_decoder": {False: True},
+    "causal": {False: True},  # of XLM
+    "attn_type": {"bi": "uni"},  # of XLNet
+    "use_bidirectional_attention": {True: False, "all": False},  # of Gemma
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,19 +65,24 @@ def build_model(config: PreTrainedConfig, attention: str, kind: ModelKind = CAUS
         if " does not support an attention implementation" in text:
             raise ValueError(f"{got}: {text.split(maxsplit=1)[0]} does not have it; set auto") from error
         raise ValueError(f"{got}: {text.strip().splitlines()[0]}; set auto") from error
-    if kind is CAUSAL_LM and _looks_ahead(model):
-        raise ValueError(
-            f"model_type: got {config.model_type!r} without is_decoder: its tokens would see those that they are to "
-            "predict: set config.is_decoder: true, or train an encoder with MaskedLM"
-        )
+    if kind is CAUSAL_LM:
+        _refuse_looking_ahead(model)
     return model
 
 
-def _looks_ahead(model: PreTrainedModel) -> bool:
-    """Whether tokens see later ones: so do those of BERT and its kin, which have a head for text all the same."""
-    # Those of GPT-NeoX have the setting, but not the use of it.
-    is_causal = any(getattr(module, "is_causal", False) for module in model.modules())
-    return getattr(model.config, "is_decoder", None) is False and not is_causal
+def _refuse_looking_ahead(model: PreTrainedModel) -> None:
+    """Refuse models whose tokens see later ones, as those of BERT and its kin do, which have a head for text too."""
+    config = model.config.get_text_config()
+    # Those of GPT-NeoX have a setting, but not the use of it.
+    if any(getattr(module, "is_causal", False) for module in model.modules()):
+        return
+    for name, ways in _BOTH_WAYS.items():
+        if (value := getattr(config, name, None)) in ways:
+            given, other = (str(one).lower() for one in (value, ways[value]))
+            raise ValueError(
+                f"model_type: got {config.model_type!r} with {name} {given}: its tokens would see those that they are "
+                f"to predict: set config.{name}: {other}, or train an encoder with MaskedLM"
+            )
 
 
 def _describe_wrong_type(config: PreTrainedConfig, kind: ModelKind) -> ValueError:

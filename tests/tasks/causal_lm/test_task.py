@@ -1,4 +1,5 @@
 import json
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -297,16 +298,25 @@ def test_models_that_cannot_be_built_are_refused_with_the_reason(
 
 
 _SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+_XLM = {"emb_dim": 32, "n_layers": 2, "n_heads": 4, "n_langs": 1}
+_XLNET = {"d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 64, "mem_len": None}
 _BART = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64}
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("model_type", ["bert", "roberta", "electra", "roformer", "gpt_neox", "llama", "bart"])
-@pytest.mark.parametrize("settings", [{}, {"is_decoder": True}], ids=["as it is", "decoder"])
+@pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [
+        *product(["bert", "roberta", "electra", "roformer", "gpt_neox", "llama", "bart"], [{}, {"is_decoder": True}]),
+        *product(["xlm"], [{}, {"causal": True}]),
+        *product(["xlnet"], [{}, {"attn_type": "uni"}]),
+        *product(["gemma3_text"], [{}, {"use_bidirectional_attention": True}]),
+    ],
+)
 def test_models_whose_tokens_see_later_ones_are_refused_and_no_others(
     model_type: str, settings: dict[str, Any]
 ) -> None:
-    sizes = _BART if model_type == "bart" else _SIZES
+    sizes = {"bart": _BART, "xlnet": _XLNET, "xlm": _XLM}.get(model_type, _SIZES)
     config = AutoConfig.for_model(model_type, vocab_size=64, **sizes, **settings)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
@@ -316,7 +326,7 @@ def test_models_whose_tokens_see_later_ones_are_refused_and_no_others(
     if torch.equal(first, second):
         build_model(config, "auto")
         return
-    with pytest.raises(ValueError, match=f"model_type: got '{model_type}' without is_decoder: .*with MaskedLM"):
+    with pytest.raises(ValueError, match=f"model_type: got '{model_type}' with .*: set config.*with MaskedLM"):
         build_model(config, "auto")
 
 
