@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from huggingface_hub.errors import StrictDataclassError
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -224,6 +224,7 @@ class PretrainedTask(Task):
         if self.stored_adapters is not None:
             self._check_base(self.stored_adapters)
             self.stored_adapters.fill(self.model)
+            rank_zero_info(self.stored_adapters.describe())
 
     def load_base(self) -> None:
         """Read this rank's shards of the pretrained weights, and draw what is new, or draw all of it."""

@@ -97,6 +97,12 @@ class StoredAdapters:
         """Where they are: of a run, which checkpoint."""
         return self.given if self.checkpoint is None else str(self.checkpoint.path)
 
+    def describe(self) -> str:
+        """Return a line about their settings: one of the run that is the default gives way to theirs."""
+        own, names = LoRA(), [field.name for field in fields(LoRA) if field.name not in _OF_RUN]
+        changed = [n for n in names if n in ("r", "alpha") or getattr(self.lora, n) != getattr(own, n)]
+        return f"lora: {', '.join(f'{name} {getattr(self.lora, name)}' for name in changed)}, as in {self.place}"
+
     def compute_fingerprint(self) -> str:
         """Return what tells their values from others."""
         if self.checkpoint is None:

@@ -111,7 +111,9 @@ def test_training_starts_from_a_run_that_saved_frozen_weights_too(base: Path, ru
 
 
 def test_a_folder_of_peft_is_read_by_its_address_and_its_odd_values_are_refused(adapters: Path, tmp_path: Path) -> None:
-    assert open_adapters(LoRA(pretrained=adapters.as_uri())).lora.r == LORA.r
+    found = open_adapters(LoRA(pretrained=adapters.as_uri(), r=16))  # the default, which cannot be told from none
+    assert found.lora.r == LORA.r
+    assert found.describe().startswith(f"lora: r {LORA.r}, alpha {LORA.alpha}, ")
     for name, value in (("rank_pattern", [1]), ("lora_alpha", None), ("r", "x")):
         settings = json.loads((adapters / ADAPTER_CONFIG).read_text())
         (tmp_path / ADAPTER_CONFIG).write_text(json.dumps({**settings, name: value}))
