@@ -226,6 +226,11 @@ class Task(TakesMappings, LightningModule):
         """Whether ``configure_weights`` gives frozen parameters the same values in every run."""
         return False
 
+    @property
+    def leaves_out_frozen(self) -> bool:
+        """Whether checkpoints leave out frozen parameters that are restored, if ``save_frozen`` says nothing."""
+        return True
+
     def configure_weights(self) -> None:
         """Fill the parameters, which have memory by now but no values. Random weights, unless overridden."""
         init_weights(self, self.get_seed())

@@ -251,14 +251,17 @@ def is_saved(folder: Path) -> bool:
     Others call a file ``dataset_info.json``, too, so that counts beside rows in Arrow only.
 
     Raises:
-        ValueError: This process may not look into the folder, or into one above it.
+        ValueError: This process may not look into the folder.
     """
     try:
-        if any((folder / name).exists() for name in ("dataset_dict.json", "state.json")):
-            return folder.is_dir()
-        return (folder / "dataset_info.json").exists() and any(folder.glob("*.arrow"))
+        names = os.listdir(folder)
     except PermissionError as error:
         raise ValueError(f"{folder}: cannot be read: {error.strerror}") from error
+    except (OSError, ValueError):  # no folder, or no name of one
+        return False
+    if "dataset_dict.json" in names or "state.json" in names:
+        return True
+    return "dataset_info.json" in names and any(name.endswith(".arrow") for name in names)
 
 
 def open_saved(folder: Path, split: str) -> tuple[Any, bool]:

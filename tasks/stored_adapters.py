@@ -18,6 +18,7 @@ from lit_fsdp.checkpoint.manifest import read_manifest
 from lit_fsdp.checkpoint.reader import StoredCheckpoint, open_checkpoint, resolve_checkpoint
 from lit_fsdp.checkpoint.remote import RemotePath, locate
 from lit_fsdp.checkpoint.sharded import agree
+from lit_fsdp.errors import join_names
 from lit_fsdp.export.adapter import ADAPTER_FILE, name_for_peft, needs_base
 from lit_fsdp.export.folder import ADAPTER_CONFIG
 from lit_fsdp.export.merge import is_saved
@@ -101,7 +102,7 @@ class StoredAdapters:
         """Return a line about their settings: one of the run that is the default gives way to theirs."""
         own, names = LoRA(), [field.name for field in fields(LoRA) if field.name not in _OF_RUN]
         changed = [n for n in names if n in ("r", "alpha") or getattr(self.lora, n) != getattr(own, n)]
-        return f"lora: {', '.join(f'{name} {getattr(self.lora, name)}' for name in changed)}, as in {self.place}"
+        return f"lora: {', '.join(f'{name} {_show(getattr(self.lora, name))}' for name in changed)}, as in {self.place}"
 
     def compute_fingerprint(self) -> str:
         """Return what tells their values from others."""
@@ -248,6 +249,10 @@ def _complete(given: LoRA, stored: LoRA, where: str) -> LoRA:
             "already; leave one of them out"
         )
     return replace(stored, pretrained=None, init_lora_weights="default", dropout=given.dropout, dtype=given.dtype)
+
+
+def _show(value: Any) -> str:
+    return f"[{join_names([*map(str, value)])}]" if isinstance(value, list | tuple) else str(value)
 
 
 def _read_peft(settings: Mapping[str, Any]) -> LoRA:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from lit_fsdp.checkpoint.sharded import agree
 from lit_fsdp.errors import get_first_line, suggest
 
 _PIECE = 8  # tokens of each of the two documents of the probe
@@ -77,11 +78,11 @@ def _refuse_looking_ahead(model: PreTrainedModel) -> None:
     if any(getattr(module, "is_causal", False) for module in model.modules()):
         return
     for name, ways in _BOTH_WAYS.items():
-        if (value := getattr(config, name, None)) in ways:
+        if isinstance(value := getattr(config, name, None), str | bool) and value in ways:
             given, other = (str(one).lower() for one in (value, ways[value]))
             raise ValueError(
                 f"model_type: got {config.model_type!r} with {name} {given}: its tokens would see those that they are "
-                f"to predict: set config.{name}: {other}, or train an encoder with MaskedLM"
+                f"to predict: set config.{name}: {other}, or train an encoder such as BERT with MaskedLM"
             )
 
 
@@ -185,30 +186,32 @@ def check_packing(compute_logits: Callable[..., Tensor], vocab_size: int, device
     """Refuse a model that looks from one document of a packed row into another.
 
     Most models of Transformers tell documents apart by positions that start again; some do not, and train on the
-    mixture without a word. So rows of two short documents run twice, two of them with other tokens in the first: the
-    logits of the second must not change by more than those of the other rows do, where experts are given other tokens
-    beside these and round otherwise. Two forward passes of four rows of 16 tokens; all ranks must call it.
+    mixture without a word. So rows of two short documents run twice, half of them with other tokens in the first: the
+    first logits of the second must not change by more than those of the other rows do, where experts are given other
+    tokens beside these and round otherwise. Medians over rows, as rounding may send a token to another expert. Two
+    forward passes of eight rows of 16 tokens; all ranks must call it.
 
     Args:
-        compute_logits: From ``input_ids`` and ``position_ids`` [4, length] to logits [4, length, vocabulary].
+        compute_logits: From ``input_ids`` and ``position_ids`` [8, length] to logits [8, length, vocabulary].
         vocab_size: Ids are drawn below it.
         device: Of the inputs.
         model: Names it in the error.
     """
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocab_size, (4, 2 * _PIECE), generator=generator).to(device)
+    ids = torch.randint(vocab_size, (8, 2 * _PIECE), generator=generator).to(device)
     other = ids.clone()
-    other[:2, :_PIECE] = (ids[:2, :_PIECE] + 1) % vocab_size  # of two rows, as some models look at one row only
-    positions = torch.arange(_PIECE, device=device).repeat(4, 2)
+    other[:4, :_PIECE] = (ids[:4, :_PIECE] + 1) % vocab_size  # of several, as some models look at the first row only
+    positions = torch.arange(_PIECE, device=device).repeat(8, 2)
     try:
-        first, second = (compute_logits(input_ids=i, position_ids=positions).float() for i in (ids, other))
+        first, second = (compute_logits(input_ids=i, position_ids=positions)[:, _PIECE].float() for i in (ids, other))
     except (TypeError, AttributeError) as error:  # of arguments that it has not, or of a mask that is none
         raise ValueError(
             f"data.packing: got true: {model} takes no packed rows: {error}; set data.packing: false, or another "
             "attention"
         ) from error
-    differences = (first - second).abs() / first.std()
-    change, rounding = (float(part.max()) for part in (differences[:2, _PIECE:], differences[2:]))
+    differences = (first - second).abs().amax(-1) / first.std()  # [8]
+    # As one rank found them, for all: they may round apart.
+    change, rounding = agree(lambda: [float(part.median()) for part in (differences[:4], differences[4:])])[0]
     if change > max(1e-3, 4 * rounding):
         raise ValueError(
             f"data.packing: got true: {model} lets the documents of a packed row see each other (logits change by "

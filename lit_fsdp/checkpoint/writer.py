@@ -98,13 +98,14 @@ class CheckpointWriter:
     def choose_parameters(self, model: nn.Module) -> None:
         """Choose which parameters to write; refuse to leave out those that the model would not get back.
 
-        A model that fills its frozen parameters by itself has the attribute ``restores_frozen``.
+        A model that fills its frozen parameters by itself has the attribute ``restores_frozen``, and one that still
+        wants to have them written ``leaves_out_frozen``, which is false.
         """
         is_restored = getattr(model, "restores_frozen", False)
         if self.save_frozen is False and not is_restored:
             raise ValueError(
-                "save_frozen: got false: no run could get back the frozen parameters, which only adapters over a model "
-                "of pretrained leave as they are; set lora and pretrained, or leave it out"
+                "save_frozen: got false: the frozen parameters have random values, which no run could get back; set "
+                "pretrained, or leave it out"
             )
         self._left_out = list_left_out(model, self.checkpoint_format, self.save_frozen)
 
@@ -321,7 +322,8 @@ def _check_shared(folders: Sequence[Path], *, is_first: bool) -> None:
 def list_left_out(model: nn.Module, checkpoint_format: CheckpointFormat, save_frozen: bool | None) -> set[str]:
     """Return the names of the parameters that are not written: frozen ones that the model fills by itself."""
     is_restored = getattr(model, "restores_frozen", False)
-    return _list_frozen(model) if is_restored and checkpoint_format == "sharded" and not save_frozen else set()
+    is_left_out = getattr(model, "leaves_out_frozen", True) if save_frozen is None else not save_frozen
+    return _list_frozen(model) if is_restored and is_left_out and checkpoint_format == "sharded" else set()
 
 
 def _name_place(path: Location) -> Location:

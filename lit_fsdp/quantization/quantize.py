@@ -21,12 +21,14 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
+from lit_fsdp.errors import join_names
 from lit_fsdp.quantization.kernels import is_loaded, load_kernels
 
 # Of maxima that share one second-level maximum; bitsandbytes knows no other number.
 NESTED_BLOCK_SIZE = 256
 _STATE, _STATE_BYTES = "quant_state.bitsandbytes__", 256
 _USER = "quantization"
+_COMPUTED = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 INT8_PART = 2**22  # weights in int8 that are dequantized at a time: 16 MiB in float32
 # Up to so many rows, GPUs may multiply by 4-bit weights of so many and more, or of fewer, without dequantizing them
@@ -179,6 +181,8 @@ def dequantize(
             # Computed in float32 and cast as it is written: on a GPU inside the kernel, on a CPU in copies of the part.
             torch.mul(part, scale, out=out)
         return dense
+    if dtype not in _COMPUTED:  # of others, the operator for CPUs returns what was in memory
+        raise ValueError(f"quantization: got {dtype} to compute with: expected {join_names([*map(str, _COMPUTED)])}")
     load_kernels(_USER)
     # Its operators: the functions around them take a description of the weight, and to build one takes as long again.
     operators = torch.ops.bitsandbytes

@@ -62,7 +62,7 @@ class Settings:
         if self.sharding.reduce_bits is not None and reduced not in (None, "float32"):
             raise ValueError(
                 f"sharding.reduce_bits: got {self.sharding.reduce_bits} with mixed_precision.reduce_dtype {reduced}, "
-                "which would round the sum as well; leave one of them out"
+                "which would round the sum as well; set that to float32"
             )
         self.wrap.check()
         self.sharding.check(sizes.num_shards)

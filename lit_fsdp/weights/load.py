@@ -326,7 +326,8 @@ def _init_adapters(model: nn.Module, seed: int) -> None:
 def _init_from_around(model: nn.Module, owners: dict[str, Any]) -> None:
     """Set buffers that only a module around theirs sets, as the model of Falcon-H1 does those of its layers."""
     modules, tried = dict(model.named_modules()), set()
-    for name in [name for name, buffer in model.named_buffers() if _is_unset(buffer)]:
+    unstored = [f"{name}.{key}" for name, module in modules.items() for key in module._non_persistent_buffers_set]
+    for name in unstored:
         around = name.rpartition(".")[0]
         while around and _is_unset(model.get_buffer(name)):
             around = around.rpartition(".")[0]

@@ -166,6 +166,16 @@ class CausalLM(TextTask):
         if self._count_sharing() > 1:
             split_attention(model)
 
+    @property
+    @override
+    def restores_frozen(self) -> bool:
+        return self.pretrained is not None
+
+    @property
+    @override
+    def leaves_out_frozen(self) -> bool:
+        return self.lora is not None  # without, they are few, such as those that a model never trains
+
     # Steps
 
     def forward(self, **inputs: Any) -> Tensor:

@@ -209,8 +209,8 @@ class PreferenceTuning(CausalLM):
 
     @property
     @override
-    def restores_frozen(self) -> bool:
-        return super().restores_frozen or self.reference_source == "model"
+    def leaves_out_frozen(self) -> bool:
+        return super().leaves_out_frozen or self.reference_source == "model"
 
     def _build_reference(self) -> PreTrainedModel:
         with explain_build_errors(self.config_settings):

@@ -10,15 +10,18 @@ from export_runs import check_memory, refuse, train
 from models import LANGUAGE_MODELS, build_language_model, make_tokens
 from safetensors import safe_open
 from torch import Tensor
-from training import EVEN, save_model
+from training import EVEN, Rows, build_trainer, save_model
 from transformers import AutoModelForCausalLM
 
+from lit_fsdp import FSDP2Strategy
 from lit_fsdp.checkpoint import manifest
 from lit_fsdp.checkpoint.manifest import MANIFEST, describe_files, write_manifest
 from lit_fsdp.checkpoint.reader import EXPORT
 from lit_fsdp.checkpoint.sharded import META, join_states, save_checkpoint
 from lit_fsdp.checkpoint.single_file import save_single_file
+from lit_fsdp.checkpoint.untrusted import load_plain
 from lit_fsdp.export.model import export_model
+from lit_fsdp.tasks import CausalLM
 from ranks import run_ranks
 
 MODELS = {
@@ -98,6 +101,18 @@ def test_parameters_that_a_model_never_trains_leave_with_it(tmp_path: Path) -> N
     assert ours.keys() == base.keys()
     assert any("e_score_correction_bias" in name and ours[name].equal(base[name]) for name in ours)
     assert (run_model(tmp_path / "out") - torch.load(tmp_path / "logits.pt")).abs().max() == 0.0
+    run_ranks(resume_without_frozen, folder, tmp_path)
+
+
+def resume_without_frozen(base: Path, folder: Path) -> None:
+    """Go on from a checkpoint that leaves out what is frozen, as older ones of such models do."""
+    trainer = build_trainer(FSDP2Strategy(print_plan=False, save_frozen=False), max_steps=1)
+    trainer.fit(CausalLM(pretrained=str(base)), Rows(67, 2))
+    trainer.save_checkpoint(folder / "part.ckpt")
+    assert load_plain(folder / "part.ckpt" / "meta.pt", folder)["leaves_out_frozen"] is True
+    trainer = build_trainer(FSDP2Strategy(print_plan=False), max_steps=2)
+    trainer.fit(CausalLM(pretrained=str(base)), Rows(67, 2), ckpt_path=folder / "part.ckpt")
+    assert trainer.global_step == 2
 
 
 @pytest.mark.full

@@ -67,6 +67,8 @@ def test_the_bytes_are_those_of_bitsandbytes(settings: Quantization, dtype: torc
         assert torch.equal(nested.view(torch.float32), torch.cat([state.state2.absmax, state.offset.view(1)]))
     whole = dequantize(codes, absmax, nested, settings, dtype)
     assert torch.equal(whole, functional.dequantize_4bit(expected, state))
+    with pytest.raises(ValueError, match=r"^quantization: got torch.float64 to compute with: expected torch.float32, "):
+        dequantize(codes, absmax, nested, settings, torch.float64)
 
 
 @pytest.mark.parametrize("settings", [*SETTINGS, Quantization(type="int8")], ids=str)

@@ -226,9 +226,26 @@ def test_buffers_that_only_a_module_around_sets_are_set_beside_weights_of_files(
     plain = Layers()
     save_file(plain.state_dict(), tmp_path / "model.safetensors")
 
+    class Reader(nn.Module):
+        """Reads a weight, so it cannot run beside those of files; nothing needs it to."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.BatchNorm1d(2), nn.Linear(2, 2)
+
+        def reset_parameters(self) -> None:
+            self.linear.weight.data.div_(float(self.linear.weight.norm()))
+
+    reader = Reader()
+    (tmp_path / "reader").mkdir()
+    save_file(reader.state_dict(), tmp_path / "reader" / "model.safetensors")
+
     def body() -> None:
         with torch.device("meta"):
-            model = shard(Layers())
+            model, other = shard(Layers()), shard(Reader())
+        materialize(other, CPU)
+        load_weights(other, tmp_path / "reader")
+        assert all(to_full(value).equal(reader.state_dict()[name]) for name, value in other.state_dict().items())
         materialize(model, CPU)
         load_weights(model, tmp_path)
         assert [layer.factor.tolist() for layer in model.layers] == [[3.0, 3.0]] * 2

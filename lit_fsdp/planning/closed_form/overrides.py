@@ -17,6 +17,7 @@ _STEP = {
 # What tasks have besides: it runs outside of the step, or changes no tensor of it.
 _HARMLESS = {
     *("setup", "teardown", "prepare_data", "prepare_plan", "read_config", "enter_dry_run", "restores_frozen"),
+    "leaves_out_frozen",
     *("configure_weights", "configure_callbacks", "get_seed", "get_lr_factors", "generate", "complete_sampling"),
     *("log", "log_dict", "log_step", "log_evaluation", "update_eval_loss"),
     *("state_dict", "load_state_dict", "lr_scheduler_step"),
