@@ -26,6 +26,8 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 BERT = {"model_type": "bert", **SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+# Attends in a way of its own, which torch's sdpa does not have.
+DEBERTA = {**BERT, "model_type": "deberta-v2", "relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
 LLAMA = {"model_type": "llama", **SIZES, "num_key_value_heads": 3, "head_dim": 12}
 MODERNBERT = {"model_type": "modernbert", **SIZES, "global_attn_every_n_layers": 2, "local_attention": 8}
 

@@ -42,8 +42,8 @@ class MaskedLM(TextTask):
         pretrained: Model name on the Hugging Face Hub, or a folder with ``config.json`` and safetensors.
         config: Instead, the architecture of a model with random weights: ``model_type`` and the arguments of its
             Transformers configuration.
-        attention: Implementation of attention. ``sdpa`` is that of torch; ``flash_attention_2`` needs the
-            package flash-attn and a GPU.
+        attention: Implementation of attention. ``auto`` is ``sdpa``, that of torch, where the model has it, else
+            ``eager``; ``flash_attention_2`` needs the package flash-attn and a GPU.
         mlm_probability: Share of the tokens that are hidden, and predicted. Special tokens never are.
         mask_replace_prob: Share of the hidden tokens that become the mask token.
         random_replace_prob: Share of the hidden tokens that become another token at random; the rest stay as they are.
@@ -62,7 +62,7 @@ class MaskedLM(TextTask):
         *,
         pretrained: str | None = None,
         config: dict[str, Any] | None = None,
-        attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa",
+        attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto",
         mlm_probability: float = 0.15,
         mask_replace_prob: float = 0.8,
         random_replace_prob: float = 0.1,

@@ -54,8 +54,8 @@ class SequenceClassification(Classifier, TextTask):
         config: Instead, the architecture of a model with random weights: ``model_type`` and the arguments of its
             Transformers configuration.
         num_labels: How many classes the model has, if the data does not say it.
-        attention: Implementation of attention. ``sdpa`` is that of torch; ``flash_attention_2`` needs the
-            package flash-attn and a GPU.
+        attention: Implementation of attention. ``auto`` is ``sdpa``, that of torch, where the model has it, else
+            ``eager``; ``flash_attention_2`` needs the package flash-attn and a GPU.
         head: ``new`` draws the classification head at random; ``keep`` takes that of ``pretrained``; ``auto`` keeps it
             where its classes are those of the data.
         lora: Train low-rank adapters, and the head, and leave the rest as it is; ``null`` trains all of it.
@@ -76,7 +76,7 @@ class SequenceClassification(Classifier, TextTask):
         pretrained: str | None = None,
         config: dict[str, Any] | None = None,
         num_labels: int | None = None,
-        attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa",
+        attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto",
         head: Literal["auto", "new", "keep"] = "auto",
         lora: LoRA | None = None,
         quantization: Quantization | None = None,

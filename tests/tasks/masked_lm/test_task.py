@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from text_tasks import BERT, MODERNBERT, SAVED, save_tokenizer, train, train_plainly, write_rows
+from text_tasks import BERT, DEBERTA, MODERNBERT, SAVED, save_tokenizer, train, train_plainly, write_rows
 from training import GLOBAL_BATCH, NUM_STEPS, list_differences
 from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer, DataCollatorForLanguageModeling
 
@@ -45,7 +45,7 @@ def make_masking(tokenizer: Any) -> Masking:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("config", [BERT, MODERNBERT], ids=["bert", "modernbert"])
+@pytest.mark.parametrize("config", [BERT, DEBERTA, MODERNBERT], ids=lambda config: config["model_type"])
 def test_two_ranks_train_as_transformers_does_resume_and_export(config: dict[str, Any], tmp_path: Path) -> None:
     start = save_start(tmp_path, config)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")

@@ -7,7 +7,18 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from text_tasks import BERT, LLAMA, MODERNBERT, SAVED, VOCAB_SIZE, save_tokenizer, train, train_plainly, write_rows
+from text_tasks import (
+    BERT,
+    DEBERTA,
+    LLAMA,
+    MODERNBERT,
+    SAVED,
+    VOCAB_SIZE,
+    save_tokenizer,
+    train,
+    train_plainly,
+    write_rows,
+)
 from torch.nn import functional
 from training import GLOBAL_BATCH, NUM_STEPS, list_differences
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
@@ -28,10 +39,12 @@ LABELS: dict[str, list[Any]] = {
 }
 CASES = [
     (BERT, "single_label_classification"),
+    (DEBERTA, "single_label_classification"),
     (LLAMA, "multi_label_classification"),
     (MODERNBERT, "regression"),
     (LLAMA, "reward"),
 ]
+CASE_NAMES = [f"{config['model_type']}-{problem}" for config, problem in CASES]
 
 
 def make_rows(problem: str) -> list[dict[str, Any]]:
@@ -80,7 +93,7 @@ def compute_stock_loss(model: Any, tokenizer: Any, rows: list[dict[str, Any]], p
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("config", "problem"), CASES, ids=[problem for _, problem in CASES])
+@pytest.mark.parametrize(("config", "problem"), CASES, ids=CASE_NAMES)
 def test_two_ranks_train_as_transformers_does_resume_and_export(
     config: dict[str, Any], problem: str, tmp_path: Path
 ) -> None:
@@ -208,7 +221,7 @@ def evaluate(folder: Path, problem: str, out: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("config", "problem"), CASES, ids=[problem for _, problem in CASES])
+@pytest.mark.parametrize(("config", "problem"), CASES, ids=CASE_NAMES)
 def test_metrics_count_every_row_once_on_any_number_of_ranks(
     config: dict[str, Any], problem: str, tmp_path: Path
 ) -> None:
