@@ -54,7 +54,7 @@ def chat(
     base: str | None = None,
     quantization: Quantization | None = None,
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
-    attention: Attention = "sdpa",
+    attention: Attention = "auto",
     device: Literal["auto", "cuda", "cpu"] = "auto",
 ) -> None:
     """Answer messages of the user.
@@ -71,7 +71,7 @@ def chat(
         base: Of adapters: where their base model is, if not where it was.
         quantization: Keep the weights in 4 or 8 bits, such as ``--quantization.type nf4``.
         dtype: Of weights that are not quantized; ``auto`` is as they are stored.
-        attention: Implementation of attention.
+        attention: Implementation of attention; ``auto`` is that which Transformers chooses.
         device: ``auto`` takes the GPU if there is one.
     """
     settings = make_sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k)

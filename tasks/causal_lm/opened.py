@@ -36,7 +36,7 @@ from lit_fsdp.weights.base_weights import BASE, LORA, fetch_base, fetch_pretrain
 from lit_fsdp.weights.load import init_unstored, load_weights, materialize
 from lit_fsdp.weights.prequantized import read_quantization as read_stored_quantization
 
-Attention = Literal["sdpa", "eager", "flash_attention_2"]
+Attention = Literal["auto", "sdpa", "eager", "flash_attention_2"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
 _ANSWER_NOTHING = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
 
@@ -257,7 +257,7 @@ class OpenedLM(CausalLM):
         source: str,
         base: str | None = None,
         quantization: Quantization | None = None,
-        attention: Attention = "sdpa",
+        attention: Attention = "auto",
         generation: dict[str, Any] | None = None,
     ) -> None:
         self.source = open_source(source, base=base, quantization=quantization)
