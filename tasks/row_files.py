@@ -254,7 +254,7 @@ def is_saved(folder: Path) -> bool:
         ValueError: This process may not look into the folder.
     """
     try:
-        names = os.listdir(folder)
+        names = [path.name for path in folder.iterdir()]
     except PermissionError as error:
         raise ValueError(f"{folder}: cannot be read: {error.strerror}") from error
     except (OSError, ValueError):  # no folder, or no name of one

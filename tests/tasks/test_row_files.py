@@ -2,7 +2,6 @@
 
 import errno
 import logging
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -79,7 +78,7 @@ def test_a_folder_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pyt
     def refuse(path: Path) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(os, "listdir", refuse)  # not by its mode, which binds nobody who is root
+    monkeypatch.setattr(Path, "iterdir", refuse)  # not by its mode, which binds nobody who is root
     for read in (check_source, lambda source: fetch_images(source, split=None, split_of="train")):
         with pytest.raises(ValueError, match=rf"^{tmp_path}: cannot be read: Permission denied$"):
             read(str(tmp_path))
