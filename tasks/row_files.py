@@ -253,15 +253,19 @@ def is_saved(folder: Path) -> bool:
     Raises:
         ValueError: This process may not look into the folder.
     """
-    try:
-        names = [path.name for path in folder.iterdir()]
-    except PermissionError as error:
-        raise ValueError(f"{folder}: cannot be read: {error.strerror}") from error
-    except (OSError, ValueError):  # no folder, or no name of one
-        return False
-    if "dataset_dict.json" in names or "state.json" in names:
+
+    def holds(name: str) -> bool:  # without a list of all files, which may be millions
+        try:
+            (folder / name).stat()
+        except PermissionError as error:
+            raise ValueError(f"{folder}: cannot be read: {error.strerror}") from error
+        except (OSError, ValueError):  # none there, or no name of a folder
+            return False
         return True
-    return "dataset_info.json" in names and any(name.endswith(".arrow") for name in names)
+
+    if holds("dataset_dict.json") or holds("state.json"):
+        return True
+    return holds("dataset_info.json") and any(folder.glob("*.arrow"))
 
 
 def open_saved(folder: Path, split: str) -> tuple[Any, bool]:

@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from models import LANGUAGE_MODELS, build_language_model
 from torch import Tensor
 from torch.nn import functional
@@ -218,6 +219,17 @@ def test_documents_that_see_each_other_are_told_from_rounding_in_16_bits(
 
     with pytest.raises(ValueError, match="see each other") if leaks else nullcontext():
         check_packing(compute_logits, sizes["vocab_size"], torch.device("cpu"), family)
+
+
+def test_ranks_that_round_apart_judge_packed_rows_alike() -> None:
+    def body() -> None:
+        def compute_logits(input_ids: Tensor, **_: Tensor) -> Tensor:
+            logits = functional.one_hot(input_ids, 8).float()
+            return logits + dist.get_rank() * logits.cumsum(1)  # only on the second rank one document sees another
+
+        check_packing(compute_logits, 8, torch.device("cpu"), "model")
+
+    run_ranks(body)
 
 
 def test_lengths_of_documents_are_where_positions_begin_again() -> None:

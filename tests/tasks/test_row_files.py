@@ -75,10 +75,10 @@ def test_a_data_set_of_a_hub_that_cannot_be_reached_takes_three_lines(
 
 
 def test_a_folder_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path) -> None:
+    def refuse(path: Path, **_: Any) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "iterdir", refuse)  # not by its mode, which binds nobody who is root
+    monkeypatch.setattr(Path, "stat", refuse)  # not by its mode, which binds nobody who is root
     for read in (check_source, lambda source: fetch_images(source, split=None, split_of="train")):
         with pytest.raises(ValueError, match=rf"^{tmp_path}: cannot be read: Permission denied$"):
             read(str(tmp_path))

@@ -2,14 +2,17 @@
 
 import json
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from export_runs import PLAIN, measure, run_model, save_base, train
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lit_fsdp.adapters.lora import LoRA
+from lit_fsdp.cli.chat import chat
 from lit_fsdp.export.model import export_model
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.tasks.causal_lm.opened import load_whole, open_source, open_tokenizer
@@ -63,6 +66,15 @@ def test_a_checkpoint_and_its_export_have_the_logits_of_the_training_model(name:
     source = open_source(str(tmp_path / "exported"), quantization=quantization)
     assert (source.adapter is not None) == (lora is not None)
     assert measure(run_model(load_whole(source, **CPU)), tmp_path) <= 1e-6
+
+
+def test_models_without_the_attention_of_torch_are_opened_without_a_setting(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("bloom", vocab_size=67, hidden_size=32, n_layer=2, n_head=4)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    default: Any = signature(chat).parameters["attention"].default
+    opened = load_whole(open_source(str(tmp_path)), **{**CPU, "attention": default})
+    assert torch.equal(run_model(opened), run_model(model))
 
 
 def test_what_cannot_be_opened_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
