@@ -43,52 +43,72 @@ _END = r"[^\s\"'<>&;,)\]}`]+"  # a value that no quotes end
 _QUOTED = rf"[rbfu]{{0,2}}(?P<quote>\\*[\"'])){_NOT_REDACTED}(?:(?!(?P=quote))(?:\\.|[^\\\n]))+"
 _ODD = r"(?=\S*\d|\S{16})(?=\S{4})"  # no word of a sentence: `password: missing`
 _NO_NUMBER = r"(?!\d+(?:\.\d+)?(?![\w.+/-]))"
+
+
+def _ignore_case(*patterns: str) -> tuple[re.Pattern[str], ...]:
+    return tuple(re.compile(pattern, re.IGNORECASE) for pattern in patterns)
+
+
+# Most texts have nothing of the kind. What each pattern of a group has in it is looked for first, as that is quick.
+_WORDS = re.compile("pass|pw|pin|secret|credential|auth|key|token|sig|bearer", re.IGNORECASE)
 # What is kept of a match is its first group.
-_IN_CODE = tuple(
-    re.compile(pattern, re.IGNORECASE)
-    for pattern in (
-        # User and password of an address, up to the last @: a password may hold any of /?#@. Of the web also a user
-        # alone, which may be a token; elsewhere that is no secret: abfss://container@account. A port is no password,
-        # and after the @ of an image follows its digest.
-        r"((?<![a-z0-9+.-])[a-z][a-z0-9+.-]*://)[^\s/?#\"'<>@:]*:(?!\d{1,5}[/?#])(?:(?!://)[^\s\"'<>])*(?=@(?!sha256:))",
-        r"((?<![a-z0-9+.-])(?:git\+)?https?://)[^\s/?#\"'<>]+(?=@)",
-        rf"([?&;#]{_IN_QUERY}=){_NOT_REDACTED}{_END}",
-        rf"({_ASSIGNED}(?:\s*=\s*|\\*[\"']?\s*:\s*){_QUOTED}",
-        rf"(\\*[\"']{_PASSWORD_ASSIGNED}\\*[\"']\s*:\s*)\d[\d.]*",
-        rf"(\bauthorization\\*[\"']?\s*[:=]\s*[\\\"']*(?:bearer|basic|token|digest|apikey)\s+){_NOT_REDACTED}{_END}",
-        r"(\b(?-i:Bearer)\s+)(?=[\w.~+/-]*\d)[\w.~+/-]{16,}=*",
-        r"(\bhooks\.slack\.com/(?:services|workflows)/)[\w/-]+",
-        r"(\bdiscord(?:app)?\.com/api/webhooks/)[\w/-]+",
-        r"()-----BEGIN [A-Z ]*PRIVATE KEY-----(?s:.*?)(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
-    )
-) + tuple(
-    re.compile(rf"()(?<![A-Za-z0-9]){shape}(?![A-Za-z0-9])")
-    for shape in (
-        r"(?:hf|api_org)_(?:[A-Za-z0-9]{30,}|oauth_[\w.-]{16,})",
-        r"gh[pousr]_[A-Za-z0-9]{20,}",
-        r"github_pat_\w{20,}",
-        r"glpat-[\w-]{16,}",
-        r"sk-(?=[\w-]{0,99}\d)(?=[\w-]{0,99}\w{16})[\w-]+",
-        r"(?:AKIA|ASIA)[A-Z0-9]{16}",
-        r"AIza[\w-]{35}",
-        r"ya29\.[\w-]{20,}",
-        r"nvapi-[\w-]{20,}",
-        r"dapi[0-9a-f]{32}(?:-\d)?",
-        r"xox[abeprs]-[\w-]{10,}",
-        r"wandb_v\d_\w{16,}",
-        r"eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]*",
-        r"eyJhcGlf[\w+/-]{20,}=*",  # of Neptune
-    )
+_IN_CODE = (
+    (
+        re.compile("://"),
+        _ignore_case(
+            # User and password of an address, up to the last @: a password may hold any of /?#@. Of the web also a
+            # user alone, which may be a token; elsewhere that is no secret: abfss://container@account. A port is no
+            # password, and after the @ of an image follows its digest.
+            r"((?<![a-z0-9+.-])[a-z][a-z0-9+.-]*://)[^\s/?#\"'<>@:]*:(?!\d{1,5}[/?#])(?:(?!://)[^\s\"'<>])*(?=@(?!sha256:))",
+            r"((?<![a-z0-9+.-])(?:git\+)?https?://)[^\s/?#\"'<>]+(?=@)",
+        ),
+    ),
+    (
+        _WORDS,
+        _ignore_case(
+            rf"([?&;#]{_IN_QUERY}=){_NOT_REDACTED}{_END}",
+            rf"({_ASSIGNED}(?:\s*=\s*|\\*[\"']?\s*:\s*){_QUOTED}",
+            rf"(\\*[\"']{_PASSWORD_ASSIGNED}\\*[\"']\s*:\s*)\d[\d.]*",
+            rf"(\bauthorization\\*[\"']?\s*[:=]\s*[\\\"']*(?:bearer|basic|token|digest|apikey)\s+){_NOT_REDACTED}{_END}",
+            r"(\b(?-i:Bearer)\s+)(?=[\w.~+/-]*\d)[\w.~+/-]{16,}=*",
+            r"()-----BEGIN [A-Z ]*PRIVATE KEY-----(?s:.*?)(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
+        ),
+    ),
+    (
+        re.compile("hooks", re.IGNORECASE),
+        _ignore_case(
+            r"(\bhooks\.slack\.com/(?:services|workflows)/)[\w/-]+",
+            r"(\bdiscord(?:app)?\.com/api/webhooks/)[\w/-]+",
+        ),
+    ),
 )
-_IN_PROSE = tuple(
-    re.compile(pattern, re.IGNORECASE)
-    for pattern in (
-        rf"({_PASSWORD_ASSIGNED}=)(?!None\b|null\b|True\b|False\b){_NOT_REDACTED}{_END}",
-        rf"({_ASSIGNED}=)(?!None\b|null\b|True\b|False\b){_NOT_REDACTED}{_NO_NUMBER}{_END}",
-        rf"({_PASSWORD_ASSIGNED}:\s+){_NOT_REDACTED}{_ODD}{_END}",
-        rf"({_ASSIGNED}:\s+){_NOT_REDACTED}{_ODD}{_NO_NUMBER}{_END}",
-        rf"((?=--?\w){_ASSIGNED}\s+)(?!-){_NOT_REDACTED}{_ODD}{_END}",
-    )
+_TOKEN = re.compile(
+    r"""
+    (?<![A-Za-z0-9])(?:
+        (?:hf|api_org)_(?:[A-Za-z0-9]{30,}|oauth_[\w.-]{16,})
+        | gh[pousr]_[A-Za-z0-9]{20,}
+        | github_pat_\w{20,}
+        | glpat-[\w-]{16,}
+        | sk-(?=[\w-]{0,99}\d)(?=[\w-]{0,99}\w{16})[\w-]+
+        | (?:AKIA|ASIA)[A-Z0-9]{16}
+        | AIza[\w-]{35}
+        | ya29\.[\w-]{20,}
+        | nvapi-[\w-]{20,}
+        | dapi[0-9a-f]{32}(?:-\d)?
+        | xox[abeprs]-[\w-]{10,}
+        | wandb_v\d_\w{16,}
+        | eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]*
+        | eyJhcGlf[\w+/-]{20,}=*  # of Neptune
+    )(?![A-Za-z0-9])
+    """,
+    re.VERBOSE,
+)
+_IN_PROSE = _ignore_case(
+    rf"({_PASSWORD_ASSIGNED}=)(?!None\b|null\b|True\b|False\b){_NOT_REDACTED}{_END}",
+    rf"({_ASSIGNED}=)(?!None\b|null\b|True\b|False\b){_NOT_REDACTED}{_NO_NUMBER}{_END}",
+    rf"({_PASSWORD_ASSIGNED}:\s+){_NOT_REDACTED}{_ODD}{_END}",
+    rf"({_ASSIGNED}:\s+){_NOT_REDACTED}{_ODD}{_NO_NUMBER}{_END}",
+    rf"((?=--?\w){_ASSIGNED}\s+)(?!-){_NOT_REDACTED}{_ODD}{_END}",
 )
 # Of a traceback, also of one in a group of exceptions: the lines of source are indented below where they are.
 _SOURCE = re.compile(r"^(?P<indent>[ |+]*)File \"[^\"\n]*\", line \d+.*(?P<code>(?:\n(?P=indent)  .*)+)", re.MULTILINE)
@@ -144,8 +164,12 @@ def _shorten_match(found: re.Match[str]) -> str:
 
 
 def _redact_text(text: str) -> str:
-    for pattern in _IN_CODE:
-        text = pattern.sub(rf"\g<1>{REDACTED}", text)
+    for hint, patterns in _IN_CODE:
+        for pattern in patterns if hint.search(text) else ():
+            text = pattern.sub(rf"\g<1>{REDACTED}", text)
+    text = _TOKEN.sub(REDACTED, text)
+    if not _WORDS.search(text):
+        return text
     parts, end = [], 0
     for found in _SOURCE.finditer(text):  # see Note [Code in tracebacks]
         parts += [_redact_prose(text[end : found.start("code")]), found["code"]]
