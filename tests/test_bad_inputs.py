@@ -774,7 +774,7 @@ GROUPS: dict[str, tuple[str, list[Row]]] = {
     "launch": ("text", LAUNCH),
 }
 
-SAMPLE = 12  # every 12th row is run by default, of groups that need no run before
+SAMPLE = 24  # every 24th row is run by default, of groups that need no run before
 NEED_RUNS = ("resumed", "adapted", "single", "spoken")
 
 Check = Callable[[Iterable[tuple[str, str, Row]]], list[str]]

@@ -219,6 +219,7 @@ def read_attributes(tree: ast.AST) -> Iterator[str]:
                 yield name.value
 
 
+@pytest.mark.full
 def test_every_private_part_of_a_library_is_on_the_list() -> None:
     trees = [ast.parse(path.read_text()) for path in SOURCES]
     imports = {name for tree in trees for name in read_imports(tree)}

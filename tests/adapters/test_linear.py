@@ -343,6 +343,7 @@ def compare_ways(path: Path) -> None:
         assert [name for name in truth if not torch.equal(way[name], truth[name])] == []
 
 
+@pytest.mark.full
 def test_one_rank_trains_to_the_bits_that_units_of_fsdp2_give(tmp_path: Path) -> None:
     for world_size in (1, 2):
         run_ranks(compare_ways, tmp_path / "truth.pt", world_size=world_size)

@@ -183,9 +183,10 @@ def test_weights_that_are_unfrozen_while_the_average_is_shown_join(tmp_path: Pat
     assert find_difference(validated, average(steps)) < 1e-6
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "strategy",
-    [{}, pytest.param({"cpu_offload": CPUOffload(overlap_optimizer=True)}, marks=pytest.mark.full, id="overlapped")],
+    [{}, pytest.param({"cpu_offload": CPUOffload(overlap_optimizer=True)}, id="overlapped")],
 )
 def test_weights_that_are_unfrozen_join_and_a_resume_on_other_ranks_goes_on_with_both(
     strategy: dict[str, Any], tmp_path: Path

@@ -77,6 +77,7 @@ def fit_until_preempted(folder: Path, root: Path) -> None:
     assert trainer.global_step == 6
 
 
+@pytest.mark.full
 def test_a_preempted_run_has_the_sections_that_all_ranks_make_together(folder: Path, tmp_path: Path) -> None:
     run_ranks(fit_until_preempted, folder, tmp_path, world_size=2)
     (path,) = tmp_path.rglob("report.json")
@@ -223,7 +224,7 @@ def fit_branches(name: str, root: Path) -> None:
     assert section.numbers["step"]["step"] == 2, section.notes
 
 
-@pytest.mark.full(after=2)
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize(("name", "world_size"), [("fsdp2", 2), ("ddp", 2), ("ddp_find_unused", 2), ("auto", 1)])
 def test_ranks_that_run_other_operators_are_measured_under_any_strategy(
     tmp_path: Path, name: str, world_size: int

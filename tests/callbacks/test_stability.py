@@ -368,6 +368,7 @@ def redo_a_step(policy: str) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize("policy", ["warn", "stop"])
 def test_a_step_that_is_redone_counts_once(policy: str) -> None:
     run_ranks(redo_a_step, policy)

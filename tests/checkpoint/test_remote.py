@@ -363,6 +363,7 @@ def fail(*_: object, **__: object) -> None:
     raise OSError("killed")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("store", ["memory", "s3"])
 def test_a_change_of_the_format_goes_on_from_the_newest(
     store: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
@@ -389,6 +390,7 @@ def test_a_change_of_the_format_goes_on_from_the_newest(
     assert count_objects(folder) == 1  # nothing of what was replaced is left
 
 
+@pytest.mark.full
 def test_where_a_store_holds_both_formats_the_higher_number_counts(
     s3: RemotePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:

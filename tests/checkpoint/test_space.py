@@ -132,6 +132,7 @@ def test_a_disk_that_gets_full_ends_the_run_with_a_line_and_an_exit_code(tmp_pat
     assert "NOT saved" in report.read_text()
 
 
+@pytest.mark.full
 def test_a_disk_without_room_for_one_checkpoint_is_refused_before_the_first_step(tmp_path: Path) -> None:
     ranks, checkpoints = run(tmp_path, [1000])
     assert [rank.code for rank in ranks] == [2, 2]

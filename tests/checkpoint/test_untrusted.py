@@ -264,7 +264,7 @@ def user(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-@pytest.mark.full(after=len(ENTRIES))
+@pytest.mark.full(after=3)
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("kind", ["extend_metadata", "replace_metadata", "replace_meta", "single file"])
 def test_no_command_runs_what_a_checkpoint_holds(
@@ -307,6 +307,7 @@ def test_neither_does_a_run_once_it_has_started(
     assert not Path(MARKER).exists()
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize(
     ("command", "change", "reason"),
     [

@@ -50,30 +50,29 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lightning_internals, "_FAILURE_PATIENCE_S", 2.0)
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize(
     ("saves", "steps", "warns"),
     [
         ([], [5], False),
-        pytest.param(
+        (
             [{"every_n_train_steps": 2, "save_top_k": -1, "save_last": "link"}],
             [2, 4, 5],
             False,
-            marks=pytest.mark.full,
         ),
         ([{"monitor": "val/loss", "save_last": "link"}], [4, 5], False),
         # As asked for: the best one.
-        pytest.param([{"monitor": "val/loss"}], [4], False, marks=pytest.mark.full),
+        ([{"monitor": "val/loss"}], [4], False),
         ([{"every_n_train_steps": 100}], [5], True),
-        pytest.param([{"save_top_k": 0}], [], False, marks=pytest.mark.full),
-        pytest.param([{"save_top_k": 0, "save_last": "link"}], [5], False, marks=pytest.mark.full),
-        pytest.param(
+        ([{"save_top_k": 0}], [], False),
+        ([{"save_top_k": 0, "save_last": "link"}], [5], False),
+        (
             [
                 {"every_n_train_steps": 3, "save_last": True},
                 {"every_n_train_steps": 1, "save_weights_only": True, "filename": "only-{step}"},
             ],
             [5, 5, 5],
             False,
-            marks=pytest.mark.full,
         ),
     ],
 )
@@ -95,6 +94,7 @@ def test_the_last_steps_are_saved_and_nothing_is_left_to_train(
     assert list_steps(1) == ([] if steps[-1] == 5 else [5] if not saves else list_steps(1))
 
 
+@pytest.mark.full
 def test_a_best_checkpoint_without_a_step_in_its_name_is_not_written_over() -> None:
     assert (
         fit({"monitor": "val/loss", "filename": "best", "save_last": "link"}, args=["--trainer.max_steps=5"]).code == 0
@@ -103,6 +103,7 @@ def test_a_best_checkpoint_without_a_step_in_its_name_is_not_written_over() -> N
     assert {name: found[name] for name in ("best.ckpt", "best-v1.ckpt")} == {"best.ckpt": 4, "best-v1.ckpt": 5}
 
 
+@pytest.mark.full
 def test_a_checkpoint_with_a_metric_in_its_name_is_found() -> None:
     """The slash makes folders."""
     named = {"monitor": "val/loss", "filename": "{step}-{val/loss:.3f}"}
@@ -113,6 +114,7 @@ def test_a_checkpoint_with_a_metric_in_its_name_is_found() -> None:
     assert "from step 4" in ended.err + ended.out
 
 
+@pytest.mark.full
 def test_a_run_goes_on_from_a_full_checkpoint_beside_newer_weights_alone() -> None:
     full, weights = {"every_n_train_steps": 3}, {"save_weights_only": True, "filename": "only-{step}", "save_top_k": -1}
     assert fit(full, {**weights, "every_n_train_steps": 1}).code == 0
@@ -128,7 +130,8 @@ def test_a_run_goes_on_from_a_full_checkpoint_beside_newer_weights_alone() -> No
     assert "holds weights without optimizers, as save_weights_only leaves it: resume from another" in alone.errors[0]
 
 
-@pytest.mark.parametrize("failing", [[0], pytest.param([1], marks=pytest.mark.full), [0, 1]])
+@pytest.mark.full
+@pytest.mark.parametrize("failing", [[0], [1], [0, 1]])
 def test_what_fails_on_one_rank_alone_is_not_saved_and_its_error_is_told(failing: list[int]) -> None:
     Path("failing.py").write_text(FAILING)
     fail = {"class_path": "failing.Fail", "init_args": {"ranks": failing}}

@@ -100,6 +100,7 @@ def test_it_leaves_in_4_bits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert model.config.quantization_config.bnb_4bit_quant_type == "nf4"
 
 
+@pytest.mark.full(after=2)
 @pytest.mark.parametrize(
     ("options", "code", "expected"),
     [

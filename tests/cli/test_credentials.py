@@ -166,6 +166,7 @@ def test_errors_in_threads_in_logs_and_nobody_waits_for_tell_none(
     assert not any(secret in printed for secret in SECRETS)
 
 
+@pytest.mark.full
 def test_a_run_from_a_saved_configuration_asks_for_its_credentials(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

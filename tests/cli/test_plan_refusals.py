@@ -180,6 +180,7 @@ def test_both_engines_call_the_place_of_the_peak_alike() -> None:
     assert {memory["peak_unit"] for memory in found} == {"(outside units)"}, json.dumps(found)[:500]
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -133,6 +133,7 @@ def test_colors_say_what_marks_say() -> None:
     assert format_row(row, has_colors=False).plain == "[red]a⟦b⟧"
 
 
+@pytest.mark.full(after=3)
 @pytest.mark.parametrize(
     ("options", "line"),
     [

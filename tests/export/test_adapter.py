@@ -182,13 +182,14 @@ def test_peft_loads_it_over_the_same_base_with_the_logits_of_the_training_model(
     assert measure(logits, path) <= (TOLERANCE if name in (*MOVED, *ADDED) else 0.0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "layers", "tolerance"),
     [
         ("nf4 dense", "llm_int8_skip_modules=['q_proj', 'down_proj', 'model.layers.1.mlp.up_proj', 'lm_head']", 0.0),
-        pytest.param("int8 head", "llm_int8_skip_modules=[]", 0.01, marks=pytest.mark.full),  # it multiplies in int8
-        pytest.param("nf4 double", "", 0.0, marks=pytest.mark.full),
-        pytest.param("nf4 blocks", "", None, marks=pytest.mark.full),
+        ("int8 head", "llm_int8_skip_modules=[]", 0.01),  # it multiplies in int8
+        ("nf4 double", "", 0.0),
+        ("nf4 blocks", "", None),
     ],
 )
 def test_the_card_quantizes_the_layers_that_training_did(
@@ -217,6 +218,7 @@ def test_peft_finds_the_base_by_itself(runs: Runs, tmp_path: Path) -> None:
     assert measure(run_model(model), runs.get("saved")) == 0.0
 
 
+@pytest.mark.full(after=2)
 @pytest.mark.parametrize(
     "name",
     mark(

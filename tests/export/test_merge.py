@@ -58,6 +58,7 @@ def test_weights_are_added_in_full_precision_and_rounded_once_to_the_dtype_of_th
         torch.testing.assert_close(value, rounded[name].to(value.dtype), rtol=2**-7, atol=1e-3, msg=name)
 
 
+@pytest.mark.full
 def test_a_dtype_is_that_of_the_merged_weights(run: Path, tmp_path: Path) -> None:
     exported = export_model(run / "last.ckpt", tmp_path / "out", merge=True, dtype="float32", max_shard_gb=50e-6)
     assert exported.dtype == "float32"

@@ -158,6 +158,7 @@ def test_tensors_of_several_dtypes_keep_theirs(tmp_path: Path) -> None:
     assert exported.dtype == "float64"  # loaded in which, nothing is lost
 
 
+@pytest.mark.full
 def test_a_pretrained_model_keeps_its_generation_config(tmp_path: Path) -> None:
     start = save_model(
         tmp_path / "start", **{k: v for k, v in LANGUAGE_MODELS["llama"].items() if k != "num_hidden_layers"}

@@ -32,7 +32,7 @@ def save_whole(base: Path, path: Path) -> Path:
     return path
 
 
-@pytest.mark.full(after=2)
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
@@ -63,6 +63,7 @@ def test_transformers_loads_what_it_would_have_made(base: Path, kind: str, name:
     assert (run_model(model) - run_model(truth)).abs().max() == 0.0
 
 
+@pytest.mark.full(after=1)
 def test_the_files_hold_what_save_pretrained_writes(base: Path, tmp_path: Path) -> None:
     settings, options = KINDS["nf4 double"]
     export_model(save_whole(base, tmp_path / "last.ckpt"), tmp_path / "out", quantization=settings)
@@ -93,6 +94,7 @@ def test_a_merged_model_leaves_in_4_bits(tmp_path: Path) -> None:
         export_model(tmp_path / "last.ckpt", tmp_path / "new", quantization=settings)
 
 
+@pytest.mark.full(after=1)
 def test_layers_that_do_not_divide_into_blocks_or_are_skipped_stay_dense(base: Path, tmp_path: Path) -> None:
     checkpoint = save_whole(base, tmp_path / "last.ckpt")
     settings = replace(KINDS["nf4"][0], skip_modules=["k_proj", "lm_head"])

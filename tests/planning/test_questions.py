@@ -126,6 +126,7 @@ def test_rows_of_a_range_are_the_plans_of_each_number_and_cost_what_their_hours_
     assert any(machine["changes"] for machine in found)
 
 
+@pytest.mark.full
 def test_a_global_batch_stays_what_it_is_on_any_number_of_gpus_and_with_any_micro_batch() -> None:
     options = ("--config=run.yaml", "--data.batch_size=4", "--data.global_batch_size=24", GPU)
     found = plan(*options, "--devices=1..4")["scaling"]["machines"]
@@ -165,6 +166,7 @@ def test_gpus_without_float8_are_no_answer_for_a_step_that_needs_it(capfd: pytes
     assert "float8: RTX 3090 has no products in float8" in capfd.readouterr().err
 
 
+@pytest.mark.full
 def test_pages_of_an_optimizer_are_not_offloaded_again() -> None:
     options = ("--config=run.yaml", "--model.optimizer.name=adamw_8bit_paged", "--devices=2", GPU, "--longest")
     found = plan(*options)

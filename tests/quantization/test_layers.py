@@ -219,6 +219,7 @@ def test_experts_are_multiplied_one_by_one_where_no_kernel_takes_groups(monkeypa
         assert len(dequantized) == 4 * len(c.unique())  # two projections, forward and backward
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize("settings", KINDS, ids=lambda settings: settings.type)
 def test_a_compiled_layer_is_one_graph_and_keeps_no_dense_weight(settings: Quantization) -> None:
     """A compiler may share what forward and backward dequantize, and would keep it in between."""

@@ -83,6 +83,7 @@ def list_groups(module: FSDPModule) -> list[Any]:
 OURS, STOCK = ("GlooAllGather", "GlooReduceScatter"), ("DefaultAllGather", "DefaultReduceScatter")
 
 
+@pytest.mark.full(after=2)
 @pytest.mark.parametrize(
     ("nodes", "strategy", "expected"),
     [

@@ -265,6 +265,7 @@ def test_sharded_training_equals_one_device(
     assert max(differences.values()) <= TOLERANCE, differences
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world_size", RANKS)
 def test_sharded_nf4_with_adapters_equals_stock_libraries(world_size: int, tmp_path: Path) -> None:
     folder, settings = save_model(tmp_path / "model", **adapter_training.SIZES), Quantization()

@@ -452,6 +452,7 @@ def test_what_the_ranks_can_do_is_accepted() -> None:
     Sharding(reshard_after_forward=2).check(4)
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize("lengths", [(5, 7, 8), (7, 5, 8)])  # 7 is the width of the blocks, too
 def test_rows_of_changing_lengths_are_compiled_once(lengths: tuple[int, ...]) -> None:
     def body() -> None:

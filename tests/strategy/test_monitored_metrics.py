@@ -25,6 +25,7 @@ def run(
     return ended
 
 
+@pytest.mark.full(after=2)
 @pytest.mark.parametrize(
     ("callback", "settings", "word", "num_steps"),
     [
@@ -53,6 +54,7 @@ def test_a_metric_that_nothing_logs_is_refused_with_the_nearest_and_the_known(
     assert max((int(row["step"]) for row in rows), default=-1) < num_steps
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize("when", [{"val_check_interval": 10}, {"check_val_every_n_epoch": 2}])
 def test_a_run_that_waited_for_a_validation_that_never_came_does_not_end_well(
     tmp_path: Path, when: dict[str, int]

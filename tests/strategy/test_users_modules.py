@@ -127,7 +127,7 @@ def assert_same(path: Path, other: Path, tolerance: float) -> None:
     assert max(float((weights[name] - value).abs().max()) for name, value in expected.items()) <= tolerance
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize(
     "build",
     [
@@ -311,9 +311,10 @@ class UsedLater(Plain):
             self.trainer.save_checkpoint(self.begin)
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize(
     ("checkpoint_format", "world_size"),
-    [("sharded", 2), ("single_file", 1), pytest.param("single_file", 2, marks=pytest.mark.full)],
+    [("sharded", 2), ("single_file", 1), ("single_file", 2)],
 )
 def test_parameters_without_a_step_are_saved_and_resumed_as_such(
     checkpoint_format: str, world_size: int, tmp_path: Path
@@ -332,6 +333,7 @@ def test_parameters_without_a_step_are_saved_and_resumed_as_such(
         assert_same(tmp_path / "resumed", tmp_path / "whole", 0.0)
 
 
+@pytest.mark.full
 def test_a_save_before_the_first_step_changes_nothing(tmp_path: Path) -> None:
     for name, begin in (("saving", tmp_path / "b"), ("whole", None)):
         run_ranks(train, partial(UsedLater, begin), tmp_path / name, True)
@@ -426,6 +428,7 @@ def read_seen(folder: Path) -> tuple[list[list[list[int]]], list[Any]]:
     return list(seen), list(drawn)
 
 
+@pytest.mark.full
 def test_samplers_on_the_global_generators_lose_no_row_and_go_on_after_a_resume(tmp_path: Path) -> None:
     for name, options in {
         "whole": {"max_epochs": 3},
@@ -471,7 +474,8 @@ def resume_inside(folder: Path, num_workers: int) -> None:
     assert any("your dataloader is not resumable" in line for line in said) == (dist.get_rank() == 0)
 
 
-@pytest.mark.parametrize("num_workers", [1, pytest.param(0, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("num_workers", [1, 0])
 def test_inside_an_epoch_a_users_sampler_begins_again_on_all_ranks_alike_which_is_said(
     num_workers: int, tmp_path: Path
 ) -> None:
@@ -643,6 +647,7 @@ class Limited(Plain):
                 target.lerp_(own, 0.5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("build", [Looked, Limited])
 def test_what_a_forward_without_a_backward_has_gathered_hides_no_step_and_no_change(
     build: Callable[[], pl.LightningModule], tmp_path: Path
@@ -822,6 +827,7 @@ def find_rate(folder: Path) -> None:
         assert_same(folder / "out", folder / "plain", 0.0)  # of the search, nothing is left in the optimizer either
 
 
+@pytest.mark.full
 def test_the_learning_rate_finder_restores_the_weights_from_a_folder(tmp_path: Path) -> None:
     run_ranks(find_rate, tmp_path)
 
@@ -998,6 +1004,7 @@ class NothingToTrain(Streamed):
     rows: ClassVar = Streamed.rows | {"train": (16, 0)}
 
 
+@pytest.mark.full(after=2)
 @pytest.mark.parametrize(
     ("task", "refusal"),
     [
@@ -1032,6 +1039,7 @@ def train_again(out: Path) -> None:
         train(Late, out, True, num_sanity_val_steps=0, **options)
 
 
+@pytest.mark.full
 def test_streams_are_compared_anew_in_each_run_and_not_past_its_last_step(tmp_path: Path) -> None:
     run_ranks(train_again, tmp_path / "out", timeout_s=60)
 
@@ -1071,6 +1079,7 @@ class Scaled(Plain):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4, fused=True)
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_parameters_of_no_dimension_train_and_resume(world_size: int, tmp_path: Path) -> None:
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}
@@ -1120,12 +1129,13 @@ def train_backbone(out: Path, *, is_sharded: bool = True, has_norm: bool = False
     train(partial(WithBackbone, has_norm), out, is_sharded, callbacks=[callback], **options)
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize(
     ("checkpoint_format", "world_size", "options"),
     [
         ("sharded", 2, {}),
         ("single_file", 1, {"has_norm": True}),
-        pytest.param("sharded", 1, {"has_norm": True}, marks=pytest.mark.full),
+        ("sharded", 1, {"has_norm": True}),
     ],
 )
 def test_a_run_that_has_unfrozen_its_backbone_is_resumed(
@@ -1179,6 +1189,7 @@ class Gated(Plain):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4, weight_decay=1.0)
 
 
+@pytest.mark.full
 def test_parameters_of_no_dimension_train_in_compiled_blocks_and_where_one_rank_uses_them(tmp_path: Path) -> None:
     compiled = Compile(backend="aot_eager")
     settings = {"compile": compiled, "wrap": Wrap(module_classes=["Gate"]), "sharding": Sharding(no_sync=True)}

@@ -206,6 +206,7 @@ def train_while_the_base_is_read(folder: Path, out: Path) -> None:
         fit(out / "early.ckpt")
 
 
+@pytest.mark.full
 def test_no_checkpoint_and_no_collective_waits_for_the_base_of_adapters_to_be_read(tmp_path: Path) -> None:
     folder, out = save_model(tmp_path / "base", **SIZES), tmp_path / "out"
     out.mkdir()

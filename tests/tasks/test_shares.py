@@ -174,6 +174,7 @@ def test_training_with_unequal_shares_equals_one_device(name: str, tmp_path: Pat
     assert max(differences.values()) <= 1e-6, differences
 
 
+@pytest.mark.full
 def test_a_resume_with_other_shares_is_the_same_run(tmp_path: Path) -> None:
     def body() -> None:
         for share, max_steps, source in ((None, 1, None), ([3, 1], 2, saved), ([1, 3], 3, saved)):

@@ -81,7 +81,7 @@ MASKED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.full(after=1)
+@pytest.mark.full
 @pytest.mark.parametrize(("model", "options"), MASKED, ids=str)
 def test_masks_are_kept_once_and_made_again_by_blocks_that_are_recomputed(
     model: dict[str, Any], options: dict[str, Any]

@@ -66,7 +66,7 @@ def test_a_step_with_quantized_experts_is_within_3_percent(
     run_ranks(compare, model, rows, 256, settings, part, world_size=1)
 
 
-@pytest.mark.full(after=1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "settings"),
     [({**QWEN, "mode": "nf4"}, {}), ({**QWEN, "mode": "int8"}, FULL), ({**MIXTRAL, "mode": "nf4"}, SELECTIVE)],

@@ -60,6 +60,7 @@ def test_the_fastest_that_fits_and_computes_the_same_is_chosen() -> None:
     assert all(c.time.step_s >= chosen.time.step_s for c in found if c.fits and c.keeps_result)
 
 
+@pytest.mark.full
 def test_an_optimizer_of_whole_rows_is_not_tried_where_layers_are_split_by_columns() -> None:
     tried = []
 
@@ -99,6 +100,7 @@ def test_another_training_is_chosen_only_where_nothing_else_fits() -> None:
     assert chosen.changes["trainer.strategy.cpu_offload"] == {}
 
 
+@pytest.mark.full
 def test_a_fused_optimizer_is_unset_where_another_takes_its_place() -> None:
     problem = describe(2**40)
     model = replace(problem.variants[0].model, optimizer=Optimizer(fused=False))
@@ -164,6 +166,7 @@ def test_one_card_with_offload_keeps_what_it_has_copied_until_the_step(monkeypat
     assert all(c in kept for c in by_copies[: len(kept)])
 
 
+@pytest.mark.full
 def test_over_several_nodes_the_second_gather_may_stay_inside_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "lit_fsdp.planning.search.search._pick", list
@@ -213,6 +216,7 @@ def test_the_batch_is_split_with_accumulation_in_return_or_not_at_all() -> None:
     assert not any("data.batch_size" in candidate.changes for candidate in fixed)
 
 
+@pytest.mark.full
 def test_a_batch_of_pairs_is_split_by_its_own_size() -> None:
     pairs: dict[str, Any] = {"measure": lambda size: MicroBatch(rows=2 * size, length=512), "batch_size": 4}
     configured, *found = roomy({"rows": 8, "num_micro_batches": 2, **pairs})

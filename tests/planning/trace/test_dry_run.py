@@ -271,6 +271,7 @@ def compare_compiled() -> None:
     assert compiled.flops == plain.flops
 
 
+@pytest.mark.full
 def test_blocks_are_traced_as_they_are_before_they_are_compiled() -> None:
     run_ranks(compare_compiled, world_size=1)
 

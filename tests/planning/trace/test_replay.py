@@ -108,6 +108,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize("name", CASES)
 def test_the_allocator_of_a_traced_step_takes_more_than_its_tensors(name: str) -> None:
     traced = trace(Model(2, 64), make_batch(32), device_type="cuda", **CASES[name])

@@ -204,6 +204,7 @@ def train_frozen(folder: Path) -> None:
     assert trainer.global_step == 2
 
 
+@pytest.mark.full
 def test_what_a_task_keeps_in_evaluation_stays_so(tmp_path: Path) -> None:
     """Checks of attention and of the loss, and samples, run in evaluation and come back from it."""
     run_ranks(train_frozen, tmp_path)

@@ -68,6 +68,7 @@ def test_any_number_of_ranks_and_any_reference_give_the_same(task: dict[str, Any
         check(train(folder, 2, {**task, **precomputed}), truth)
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize("kind", ["sigmoid", "kto"])
 def test_a_reference_is_computed_before_epochs_whose_steps_were_counted_at_the_start(kind: str, folder: Path) -> None:
     task = {"loss_type": kind, "lr_scheduler": LRSchedule(type="cosine")}  # which asks for the number of steps

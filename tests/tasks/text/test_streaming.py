@@ -124,6 +124,7 @@ def test_a_stream_in_order_gives_the_rows_of_text_data(folder: Path, packing: bo
     assert num_whole > 100
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.filterwarnings("ignore:train. 1.* bad row")
 @pytest.mark.parametrize(("packing", "weights"), [(True, ()), (False, ()), (True, (2, 1)), (False, (1, 4))])
 def test_ranks_and_resumes_anywhere_see_the_same_rows(folder: Path, packing: bool, weights: tuple[float, ...]) -> None:

@@ -193,7 +193,7 @@ SLOW_RUNS = [
 ]
 
 
-@pytest.mark.full(after=1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "run"),
     [*((name, "2 ranks") for name in FAMILIES), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_RUNS)],

@@ -101,6 +101,7 @@ def speak(folder: Path, out: Path) -> None:
     torch.save((lengths, rows), out / f"{dist.get_rank()}.pt")
 
 
+@pytest.mark.full
 def test_ranks_whose_speech_ends_at_different_frames_do_not_wait_for_each_other(prepared: Path, tmp_path: Path) -> None:
     lines = [f'{{"text": "{"ab" * (i + 1)}", "speaker": "kim"}}' for i in range(3)]
     (tmp_path / "texts.jsonl").write_text("\n".join(lines))

@@ -80,6 +80,7 @@ def test_a_checkpoint_is_read_whole(run: Path) -> None:
     assert all(torch.equal(tensor, wanted[f"model.{name}"]) for name, tensor in weights.items())
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize("absolute", [False, True])
 def test_a_checkpoint_writes_no_file_outside_when_it_speaks_or_is_exported(
     run: Path, tmp_path: Path, absolute: bool
@@ -319,6 +320,7 @@ def speak_from(run: Path, base: Path) -> Tensor:
     return speaker.speak([speaker.encode("hello", "kim", None)], is_streaming=False)[0].codes
 
 
+@pytest.mark.full
 def test_merged_weights_have_the_dtypes_of_their_base(adapted: tuple[Path, Path]) -> None:
     run, base = adapted
     weights, before = read_checkpoint(run, str(base)).weights, load_file(base / "model.safetensors")
