@@ -3,6 +3,7 @@
     python benchmarks/step.py --rounds 5 --trl-python ENV/bin/python --out benchmarks/results/step_DATE.json
     python benchmarks/step.py --cases full qlora_1 --variants plain stock ours --rounds 3
     python benchmarks/step.py --cases full --rounds 1 --add-to benchmarks/results/step_DATE.json    # one round more
+    python benchmarks/step.py --cases qlora_1 --take-turns --rounds 1 --steps 600    # on a machine whose speed wavers
     python benchmarks/step.py --page benchmarks/results/step_DATE.json      # the pages again, from the numbers
 
 Each variant runs in fresh processes, in turn, each round in another order. All read the same random weights, rows and
@@ -11,6 +12,8 @@ by more than 1e-6 of it (bfloat16: 2**-8) is not counted, but named, and the exi
 Trainers of Transformers and TRL, run DDP where FSDP is asked for on CPUs; here they are made to shard, and checked.
 
 With ``--fork`` ranks are forks of a process that has imported all: more rounds in less time, and nothing of the start.
+With ``--take-turns`` the variants of a case run at once and take their steps in turn, one variant at a time, so that
+what slows the machine down slows down all alike: many steps give ratios that a few rounds do not. Nothing of the start.
 
 Timed are steps after a warm-up: the median on the clock, and the mean of the CPU time, user and system, of all threads
 of a rank, which other work on the machine disturbs less. The first step counts from the start of the process, imports
@@ -31,8 +34,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -40,7 +45,7 @@ from typing import Any
 
 from forked_ranks import ForkServer
 from step_cases import CASES, build_case
-from step_variants import VARIANTS
+from step_variants import VARIANTS, Turns
 
 STARTUP = "startup"  # begins the names of cases that measure the start
 WARMUP = 4  # the callbacks of a monitored run look longer at the first steps
@@ -66,16 +71,36 @@ ENDING = ExitStack()  # of them
 Numbers = dict[str, float]
 
 
-def measure(variant: str, name: str, folder: Path, args: argparse.Namespace) -> Numbers | str:
+def measure(
+    variant: str, name: str, folder: Path, args: argparse.Namespace, turns: Turns | None = None
+) -> Numbers | str:
     """Run a variant in processes of its own; return what its ranks have measured, or why there is nothing."""
     case = CASES[name]
     run = {"num_steps": case.num_steps or args.steps, "batch": case.batch[args.size], "is_bf16": is_bf16(name, args)}
-    order = {"variant": variant, "case": name, "folder": str(folder), "run": run}
+    order = {"variant": variant, "case": name, "folder": str(folder), "run": run, "turns": turns and asdict(turns)}
     python = args.trl_python if variant == "trl" else Path(sys.executable)
     if args.fork and python not in SERVERS:
         SERVERS[python] = ENDING.enter_context(ForkServer(python))
     ranks = run_ranks("step_variants.py", order, case.ranks or args.ranks, python=python, server=SERVERS.get(python))
     return ranks if isinstance(ranks, str) else summarize(ranks)
+
+
+def measure_in_turn(
+    variants: Sequence[str], name: str, folder: Path, args: argparse.Namespace
+) -> Iterator[tuple[str, Numbers | str]]:
+    """Run the variants at once, which take turns by steps; yield what each has measured."""
+    num_ranks = CASES[name].ranks or args.ranks
+    with tempfile.TemporaryDirectory() as pipes, ExitStack() as held, ThreadPoolExecutor(len(variants)) as pool:
+        for index in range(len(variants)):
+            for rank in range(num_ranks):
+                os.mkfifo(path := Path(pipes) / Turns.name_pipe(index, rank))
+                pipe = held.enter_context(path.open("r+b", buffering=0))
+                if index == 0:  # as if the last one had ended its step
+                    pipe.write(b"." * num_ranks)
+        turns = [Turns(folder=pipes, index=index, num_variants=len(variants)) for index in range(len(variants))]
+        found = [pool.submit(measure, v, name, folder, args, own) for v, own in zip(variants, turns, strict=True)]
+        for variant, measured in zip(variants, found, strict=True):
+            yield variant, measured.result()
 
 
 def run_ranks(
@@ -183,9 +208,9 @@ def run_case(name: str, args: argparse.Namespace, found: dict[str, Any]) -> None
     if args.trl_python is None:
         variants = [v for v in variants if v != "trl"]
     ranks, steps = case.ranks or args.ranks, case.num_steps or args.steps
-    given = {"ranks": ranks, "steps": steps, "bf16": is_bf16(name, args), "forked": args.fork}
+    given = {"ranks": ranks, "steps": steps, "bf16": is_bf16(name, args), "forked": args.fork, "turns": args.take_turns}
     entry: dict[str, Any] = found["cases"].setdefault(name, {**given, "runs": {}, "failed": {}})
-    if any(entry[key] != value for key, value in given.items()):
+    if any(entry.get(key, False) != value for key, value in given.items()):
         raise SystemExit(f"--add-to: {name} was measured with {entry}, not with {given}: write into another file")
     runs: dict[str, list[Numbers]] = entry["runs"]
     first = 1 + max((int(run["round"]) for done in runs.values() for run in done), default=-1)
@@ -195,8 +220,9 @@ def run_case(name: str, args: argparse.Namespace, found: dict[str, Any]) -> None
         build_case(case, args.size, case.batch[args.size] * ranks * steps, Path(folder))
         for turn in range(first, first + args.rounds):
             order = [variants[(turn + i) % len(variants)] for i in range(len(variants))]
-            for variant in order if turn // len(variants) % 2 == 0 else reversed(order):
-                numbers = measure(variant, name, Path(folder), args)
+            order = order if turn // len(variants) % 2 == 0 else order[::-1]
+            alone = ((variant, measure(variant, name, Path(folder), args)) for variant in order)
+            for variant, numbers in measure_in_turn(order, name, Path(folder), args) if args.take_turns else alone:
                 print(name, variant, numbers, flush=True)
                 if isinstance(numbers, str):
                     entry["failed"][variant] = numbers
@@ -267,9 +293,12 @@ def format_case(name: str, entry: Mapping[str, Any]) -> list[str]:
     rounds = len(runs[ran[0]])
     precision = "bf16-mixed" if entry["bf16"] else "float32"
     heads = ["step, s", "ratio", "CPU ratio", "peak, GiB", "first step, s", "first step, CPU s", "CPU ratio"]
-    if is_forked := entry.get("forked", False):
+    ways = [
+        text for key, text in (("forked", ", forked"), ("turns", ", all at once, by steps in turn")) if entry.get(key)
+    ]
+    if ways:
         heads = heads[:4]
-    how = f"{entry['ranks']} ranks{', forked' if is_forked else ''}"
+    how = f"{entry['ranks']} ranks{''.join(ways)}"
     lines = [
         f"## {case.title}",
         "",
@@ -350,6 +379,11 @@ def parse_arguments() -> argparse.Namespace:
         action="store_true",
         help="ranks are forks that need not import; on CPUs, and not for --cases startup_...",
     )
+    parser.add_argument(
+        "--take-turns",
+        action="store_true",
+        help="variants run at once and take their steps in turn; not for --cases startup_...",
+    )
     parser.add_argument("--trl-python", type=Path, help="Python of an environment with TRL; without it TRL is left out")
     parser.add_argument("--note", default="", help="goes into the page, such as what else ran on the machine")
     target = parser.add_mutually_exclusive_group()
@@ -365,6 +399,11 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--rounds, --ranks: got {args.rounds}, {args.ranks}: expected 1 or more")
     if args.fork and (args.size == "cuda" or any(name.startswith(STARTUP) for name in args.cases)):
         parser.error("--fork: forks cannot use CUDA, and measure no start: leave it out, or choose --size and --cases")
+    if args.take_turns and (args.fork or any(name.startswith(STARTUP) for name in args.cases)):
+        parser.error(
+            "--take-turns: its variants are processes of their own and measure no start: "
+            "leave out --fork, or choose --cases"
+        )
     if args.trl_python is not None and not args.trl_python.is_file():
         parser.error(f"--trl-python: got {args.trl_python}: expected the Python of an environment that has TRL")
     for option, path in (("--out", args.out), ("--add-to", args.add_to)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import select
 import sys
 import tempfile
 import time
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from step_cases import CASES, LEARNING_RATE, LORA_RANK, Case, fill_adapters, lis
 
 LAYERS = {"text": "LlamaDecoderLayer", "image": "ViTLayer", "speech": "Qwen3DecoderLayer"}
 RANK, NUM_RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+TURN_LIMIT_S = 600  # the first one waits until all have started
 _QUIET: Any = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
 
@@ -30,6 +33,43 @@ def read_memory(name: str) -> int:
     """Return a number of bytes of this process from Linux: ``VmRSS`` of now, ``VmHWM`` the peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(f"{name}:")).split()[1]) * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turns:
+    """Lets variants that run at once take turns by steps, so that what slows the machine down slows down all alike.
+
+    Args:
+        folder: With a pipe for each rank of each variant, see ``name_pipe``; somebody holds them open.
+        index: Of this variant.
+        num_variants: That take turns.
+    """
+
+    folder: str
+    index: int
+    num_variants: int
+
+    @staticmethod
+    def name_pipe(index: int, rank: int) -> str:
+        """Return the pipe in which a rank of that variant hears, byte by byte, which ranks have ended their step."""
+        return f"turn.{index}.{rank}"
+
+    def _open(self, index: int, rank: int) -> FileIO:
+        return FileIO(f"{self.folder}/{self.name_pipe(index % self.num_variants, rank)}", "r+")
+
+    def pass_on(self) -> None:
+        """End the turn of this rank."""
+        for rank in range(NUM_RANKS):
+            with self._open(self.index + 1, rank) as pipe:
+                pipe.write(b".")
+
+    def wait(self) -> None:
+        """Wait until all ranks of the variant before have ended their turn."""
+        with self._open(self.index, RANK) as pipe:
+            for _ in range(NUM_RANKS):
+                if not select.select([pipe], [], [], TURN_LIMIT_S)[0]:
+                    raise RuntimeError(f"another variant has not taken its step in {TURN_LIMIT_S} s")
+                pipe.read(1)
 
 
 @dataclass(kw_only=True)
@@ -44,6 +84,7 @@ class Run:
         is_bf16: Whether forward and backward run in bfloat16.
         launched_s: When the process was started.
         shards_4bit: Whether stock libraries get 4-bit weights in a form that they can shard.
+        turns: With others, if they run at once.
     """
 
     case: Case
@@ -53,6 +94,8 @@ class Run:
     is_bf16: bool
     launched_s: float
     shards_4bit: bool = True
+    turns: Turns | None = None
+    starts: list[tuple[float, float]] = field(default_factory=list)
     marks: list[tuple[float, float]] = field(default_factory=list)
     first_s: tuple[float, float] = (0.0, 0.0)
     bytes_before: int = 0
@@ -68,12 +111,18 @@ class Run:
         self.bytes_before = read_memory("VmRSS")
 
     def tick(self) -> None:
-        """Note wall clock and CPU time at the end of a step."""
+        """Note wall clock and CPU time at the end of a step, and where the next one begins."""
         import torch
 
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.marks.append((time.perf_counter(), time.process_time()))
+        if self.turns is not None:
+            if len(self.marks) > 1:  # the first steps are of no turn
+                self.turns.pass_on()
+            if len(self.marks) < self.num_steps:
+                self.turns.wait()
+        self.starts.append((time.perf_counter(), time.process_time()))
         if len(self.marks) == 1:
             self.first_s = time.time() - self.launched_s, time.process_time()
 
@@ -87,8 +136,8 @@ class Run:
         peak = torch.cuda.max_memory_allocated() if has_gpu else read_memory("VmHWM") - self.bytes_before
         usage = resource.getrusage(resource.RUSAGE_SELF)
         return {
-            "wall_s": [b[0] - a[0] for a, b in zip(self.marks, self.marks[1:], strict=False)],
-            "cpu_s": [b[1] - a[1] for a, b in zip(self.marks, self.marks[1:], strict=False)],
+            "wall_s": [b[0] - a[0] for a, b in zip(self.starts, self.marks[1:], strict=False)],
+            "cpu_s": [b[1] - a[1] for a, b in zip(self.starts, self.marks[1:], strict=False)],
             "first_step_wall_s": self.first_s[0],
             "first_step_cpu_s": self.first_s[1],
             "whole_cpu_s": usage.ru_utime + usage.ru_stime,
@@ -564,7 +613,9 @@ def be_rank(order: Mapping[str, Any]) -> None:
 
     torch.set_num_threads(1)
     out, launched_s = Path(order["out"]), order["launched_s"]
-    run = Run(case=CASES[order["case"]], folder=Path(order["folder"]), launched_s=launched_s, **order["run"])
+    turns = Turns(**order["turns"]) if order.get("turns") else None
+    case, folder = CASES[order["case"]], Path(order["folder"])
+    run = Run(case=case, folder=folder, launched_s=launched_s, turns=turns, **order["run"])
     loss = VARIANTS[order["variant"]](run)
     out.with_suffix(f".{RANK}").write_text(json.dumps(run.report(loss)))
     import torch.distributed as dist

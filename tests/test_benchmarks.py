@@ -1,10 +1,13 @@
 """The command for GPU machines works, part by part, in small on a CPU."""
 
+import argparse
 import importlib
 import json
 import os
 import subprocess
 import sys
+import time
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +78,38 @@ def test_ratios_are_of_one_round_also_where_a_run_has_failed(step: Any) -> None:
     assert step.compare(runs, "ours", "s") == [0.5]
 
 
+def test_variants_that_run_at_once_take_one_step_after_the_other(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def be_rank(rank: int, turns: Any, times: Any) -> None:
+        monkeypatch.setattr(sys.modules["step_variants"], "NUM_RANKS", 2)
+        monkeypatch.setattr(sys.modules["step_variants"], "RANK", rank)
+        for _ in range(3):
+            turns.wait()
+            begin = time.monotonic()
+            time.sleep(0.01 + 0.02 * rank)
+            times.put((begin, time.monotonic(), turns.index))
+            turns.pass_on()
+
+    def measure(_: str, __: str, ___: Path, ____: Any, turns: Any) -> list[tuple[float, float, int]]:
+        context = get_context("fork")
+        times = context.SimpleQueue()
+        ranks = [context.Process(target=be_rank, args=(rank, turns, times)) for rank in (0, 1)]
+        for rank in ranks:
+            rank.start()
+        found = [times.get() for _ in range(6)]
+        for rank in ranks:
+            rank.join()
+        return found
+
+    monkeypatch.setattr(step, "measure", measure)
+    given = argparse.Namespace(ranks=2)
+    found = dict(step.measure_in_turn(["plain", "ours", "ddp"], "full", Path(), given))
+    assert list(found) == ["plain", "ours", "ddp"]
+    both = sorted(interval for measured in found.values() for interval in measured)
+    assert [index for _, _, index in both] == [0, 0, 1, 1, 2, 2] * 3
+    for n in range(0, len(both) - 2, 2):  # both ranks of one have ended before any of the next begins
+        assert max(end for _, end, _ in both[n : n + 2]) <= both[n + 2][0]
+
+
 @pytest.mark.full
 def test_the_page_of_steps_is_made_of_the_numbers_beside_it(tmp_path: Path) -> None:
     done = run_parts(tmp_path, "steps")
@@ -97,6 +132,10 @@ def test_options_of_the_step_benchmark_that_cannot_be_are_refused() -> None:
         (["--steps", "5"], "--steps: got 5: expected 6 or more"),
         (["--rounds", "0"], "expected 1 or more"),
         (["--trl-python", "nowhere"], "--trl-python: got nowhere: expected the Python of an environment that has TRL"),
+        (
+            ["--take-turns", "--fork", "--cases", "full"],
+            "--take-turns: its variants are processes of their own and measure no start",
+        ),
         (["--out", "page.md"], "--out: got page.md: expected a name ending in .json"),
     ):
         command = [sys.executable, str(ROOT / "benchmarks" / "step.py"), *option]

@@ -109,7 +109,7 @@ def runs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.full
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize(
     ("saved", "world_size", "replicate", "tolerance"),
     [

@@ -474,7 +474,7 @@ def train_on_layouts(folder: Path, packing: bool, lora: bool) -> None:
     assert losses == dict.fromkeys(losses, expected)
 
 
-@pytest.mark.full
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize(("packing", "lora"), [(True, False), (False, True), (True, True), (False, False)])
 def test_the_same_chats_train_alike_in_every_layout(tmp_path: Path, packing: bool, lora: bool) -> None:
     trained = train_tokenizer([f"what comes after the number {i}" for i in range(24)], TrainTokenizer(vocab_size=300))
