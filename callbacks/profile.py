@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch.autograd import DeviceType  # type: ignore[attr-defined]  # exported without saying so
 from torch.profiler import ProfilerActivity, profile, schedule
 from typing_extensions import override
 
@@ -137,11 +138,15 @@ class Profile(StepCallback):
         averages = profiler.key_averages()
         on_gpu = ProfilerActivity.CUDA in profiler.activities
         key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-        total_us = sum(getattr(event, key) for event in averages)
         time_key = "device_time_total" if on_gpu else "cpu_time_total"
+        total_us = 0.0
         ranges: dict[str, tuple[int, float]] = {}
         for event in averages:
-            if event.key.startswith(_RANGES):
+            # A kernel is there by itself and once more as what its operator ran, a range also as one of the GPU.
+            on_host = event.device_type == DeviceType.CPU
+            if on_host != on_gpu and not (on_gpu and event.is_user_annotation):
+                total_us += getattr(event, key)
+            if on_host and event.key.startswith(_RANGES):
                 name = event.key.split()[0]  # without that of the unit
                 count, time_us = ranges.get(name, (0, 0.0))
                 ranges[name] = (count + event.count, time_us + getattr(event, time_key))

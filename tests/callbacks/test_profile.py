@@ -4,11 +4,15 @@ import gzip
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import EventList, FunctionEvent
+from torch.profiler import ProfilerActivity
 from training import EVEN, GLOBAL_BATCH, Rows, build_task, build_trainer, save_model
 
 from lit_fsdp import FSDP2Strategy
@@ -91,6 +95,28 @@ def end_before(folder: Path, root: Path) -> None:
 
 def test_a_run_that_ends_before_the_window_says_so(folder: Path, tmp_path: Path) -> None:
     run_ranks(end_before, folder, tmp_path, world_size=1)
+
+
+def make_event(name: str, begin: int, end: int, *, on_gpu: bool = False, is_range: bool = False) -> FunctionEvent:
+    device = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    return FunctionEvent(
+        begin, name, 0, begin, end, device_type=device, is_user_annotation=is_range, use_device="cuda", stack=[]
+    )
+
+
+def test_a_kernel_counts_once_however_often_the_profiler_of_a_gpu_has_it() -> None:
+    operator = make_event("c10d::_allgather_base_", 1, 2)
+    operator.append_kernel("ncclDevKernel_AllGather", 0, 25)
+    product = make_event("aten::mm", 20, 21)
+    product.append_kernel("sgemm", 0, 75)
+    kernels = [make_event("ncclDevKernel_AllGather", 5, 30, on_gpu=True), make_event("sgemm", 30, 105, on_gpu=True)]
+    ranges = [make_event("FSDP::all_gather (layers.0)", 0, 10, is_range=True)]
+    ranges += [make_event("FSDP::all_gather (layers.0)", 4, 30, on_gpu=True, is_range=True)]
+    events = EventList([*ranges, operator, product, *kernels], use_device="cuda")
+    events._build_tree()
+    profiler: Any = SimpleNamespace(key_averages=events.key_averages, activities=[ProfilerActivity.CUDA])
+    text = Profile()._summarize(profiler)
+    assert re.search(r"FSDP::all_gather +1 x +0\.025 ms +25\.0 %", text)
 
 
 @pytest.mark.parametrize(
