@@ -53,7 +53,7 @@ class ProgressBar(TQDMProgressBar):
     def on_train_start(self, trainer: Trainer, *_: Any) -> None:
         super().on_train_start(trainer)
         self._last, self._begin, self._last_step = None, None, trainer.global_step
-        self._last_line = (0.0, trainer.global_step)
+        self._last_line, self._rate = (0.0, trainer.global_step), ""
         self._total_steps = count_planned_steps(trainer)
 
     @override

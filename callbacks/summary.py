@@ -57,10 +57,6 @@ class RunSummary(Callback):
         self.num_warmup_steps = num_warmup_steps
         self.window_steps = window_steps
         self.verbose = verbose
-        self._rates: list[float] = []
-        self._warmup_rates: list[float] = []
-        self._last: tuple[int, float, float] | None = None  # step, time, count at the last reading
-        self._unit = "tokens"
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -69,6 +65,10 @@ class RunSummary(Callback):
         self._headline = get_headline(pl_module)
         self._found: list[tuple[int, float]] = []  # step, value of the headline
         self._has_validated = False
+        self._rates: list[float] = []
+        self._warmup_rates: list[float] = []
+        self._last: tuple[int, float, float] | None = None  # step, time, count at the last reading
+        self._unit = "tokens"
         reset_peak(trainer.strategy.root_device)
 
     @override

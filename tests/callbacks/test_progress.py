@@ -65,7 +65,8 @@ def fit(bar: ProgressBar, folder: Path, *, task: TinyTask | None = None, **setti
 def test_without_a_terminal_there_is_a_line_every_minute_with_the_time_left(
     time: FakeTime, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fit(ProgressBar(), tmp_path, task=TinyTask(time=time), max_steps=40)  # of 4 s each
+    bar = ProgressBar()
+    fit(bar, tmp_path, task=TinyTask(time=time), max_steps=40)  # of 4 s each
     first, *lines, last = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines] == [["step", "16/40"], ["step", "31/40"]]
     assert all(" loss 0." in line and " tokens/s 250.0 mem " in line for line in (*lines, last))
@@ -73,6 +74,8 @@ def test_without_a_terminal_there_is_a_line_every_minute_with_the_time_left(
     assert (first[:10], last[:11]) == ("step 1/40 ", "step 40/40 ")
     assert "/s" not in first  # nothing to compare with yet
     assert "eta" not in first + last
+    fit(bar, tmp_path, task=TinyTask(time=time), max_steps=1)
+    assert "/s" not in capsys.readouterr().out  # nor in a second fit
     assert float(first.split()[-2]) > 0.01  # memory
 
 

@@ -141,6 +141,21 @@ def test_the_throughput_leaves_out_the_slow_first_steps_and_the_validation(
     assert rows["wall time"] == "0:08:08"  # 2 x 32 s, 10 x 4 s, and 6 validations
 
 
+def test_a_second_fit_is_measured_by_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(TinyTask):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            self.time.sleep(4)
+            return super().training_step(batch, batch_idx)
+
+    time, summary = FakeTime(), RunSummary(num_warmup_steps=2)
+    monkeypatch.setattr("lit_fsdp.callbacks.summary.time", time)
+    options = {"limit_val_batches": 0, "enable_checkpointing": False, "callbacks": [summary]}
+    speeds = [fit(tmp_path, capsys, task(time), **options)["tokens/s"] for task in (TinyTask, Slow)]
+    assert speeds == ["25.0 (25.0 per rank)", "12.5 (12.5 per rank)"]
+
+
 def test_a_task_that_logs_nothing_gets_the_rest_of_the_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
