@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -34,6 +35,7 @@ from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 from lit_fsdp.strategy.launcher import outlive_children
 
 _GIB = 2**30
+_EVALUATIONS: dict[TrainerFn | None, str] = {TrainerFn.TESTING: "test", TrainerFn.PREDICTING: "predict"}
 
 
 class OOMReport(Callback):
@@ -97,7 +99,9 @@ class OOMReport(Callback):
 
     @override
     def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, *_: Any) -> None:
-        self._phase, self._batch = "validation", batch
+        self._phase, self._batch = _EVALUATIONS.get(trainer.state.fn, "validation"), batch
+
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start  # type: ignore[assignment]  # for ``*_``
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -2,10 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from launches import fork_ranks, write_run
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader
 
 from lit_fsdp.callbacks import OOMReport
 from lit_fsdp.profiling.device_memory import is_out_of_memory
@@ -106,6 +109,25 @@ def test_a_run_that_redoes_a_step_goes_on_with_all_callbacks_and_reports_it(
         assert report["run"]["redone_steps"] == ([] if version else [line])
     assert losses[0] == losses[1]
     assert not list(tmp_path.glob("**/out_of_memory.md"))
+
+
+class Eater(LightningModule):
+    """Has no memory left in the first batch of an evaluation."""
+
+    def eat(self, *_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    validation_step = test_step = predict_step = eat  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(("command", "phase"), [("validate", "validation"), ("test", "test"), ("predict", "predict")])
+def test_an_evaluation_of_its_own_is_named(command: str, phase: str, tmp_path: Path) -> None:
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "default_root_dir": tmp_path}
+    trainer = Trainer(accelerator="cpu", callbacks=[OOMReport()], **quiet)
+    with pytest.raises(torch.OutOfMemoryError):
+        getattr(trainer, command)(Eater(), DataLoader(torch.ones(2, 4)))
+    report = (tmp_path / "out_of_memory.md").read_text()
+    assert report.startswith(f"# Out of memory on rank 0 of 1, in {phase}, step 1\n")
 
 
 def test_an_error_of_another_kind_leaves_no_report(tmp_path: Path) -> None:
