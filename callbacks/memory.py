@@ -310,7 +310,9 @@ class MemoryLogger(StepCallback):
             step = trainer.global_step - self.first_step
             self._snapshots_left = [other for other in self._snapshots_left if other > step]
             path = self._folder / f"snapshot_step_{trainer.global_step}_rank_{trainer.global_rank}.pickle"
-            write_snapshot(path)
+            with outlive_lost_log(trainer, type(self).__name__, self._folder):
+                write_snapshot(path)
+                rank_zero_info(f"memory snapshot: {path}")
             stop_recording(self)
             rank_zero_info(f"memory snapshot: {path}")
 

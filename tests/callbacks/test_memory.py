@@ -1,11 +1,14 @@
 """What MemoryLogger logs, prints and leaves behind."""
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from training import EVEN, GLOBAL_BATCH, LENGTH, Recorder, Rows, build_task, build_trainer, save_model
 
@@ -13,6 +16,7 @@ from lit_fsdp import FSDP2Strategy
 from lit_fsdp.callbacks import MemoryLogger
 from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.profiling.memory import measure_states
+from lit_fsdp.reporting.lost_logs import list_lost_logs
 from lit_fsdp.sharding.cpu_offload import CPUOffload
 from lit_fsdp.sharding.wrap import Wrap
 from lit_fsdp.tasks import CausalLM
@@ -242,6 +246,18 @@ def test_a_trial_run_leaves_no_files(folder: Path, tmp_path: Path) -> None:
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MemoryLogger(**settings)
+
+
+def test_a_snapshot_that_a_disk_does_not_take_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr("lit_fsdp.callbacks.memory.write_snapshot", write)
+    trainer, memory = Trainer(accelerator="cpu", logger=False), MemoryLogger(snapshot_steps=[1])
+    memory._folder, memory._is_recording = tmp_path, True
+    with pytest.warns(UserWarning, match=r"MemoryLogger cannot write to .*: No space left on device: training goes on"):
+        memory._write_snapshot(trainer)
+    assert list_lost_logs(trainer) == ["MemoryLogger: No space left on device"]
 
 
 def test_snapshots_without_a_gpu_are_refused(folder: Path) -> None:
