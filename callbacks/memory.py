@@ -67,7 +67,8 @@ class MemoryLogger(StepCallback):
             follows none.
         warn_pct: Warn if the peak of that step differs from the predicted one by more than this share.
         snapshot_steps: Steps of this run of which every rank writes ``memory/snapshot_step_<n>_rank_<r>.pickle``,
-            with all allocations of the CUDA allocator and who made them, for https://pytorch.org/memory_viz. GPU only.
+            with the last 100,000 allocations of the CUDA allocator in that step and who made them, for
+            https://pytorch.org/memory_viz. GPU only.
         fallback_dir: Folder for it if the run has none of its own, which it has with TensorBoardLogger or
             CSVLogger; by default the Trainer's ``default_root_dir``.
     """
@@ -314,7 +315,6 @@ class MemoryLogger(StepCallback):
                 write_snapshot(path)
                 rank_zero_info(f"memory snapshot: {path}")
             stop_recording(self)
-            rank_zero_info(f"memory snapshot: {path}")
 
     def _log(self, trainer: Trainer, found: Exchanged | None) -> None:
         if found is None or not trainer.is_global_zero:

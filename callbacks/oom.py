@@ -50,9 +50,9 @@ class OOMReport(Callback):
 
     Args:
         num_tensors: How many of the largest tensors to list.
-        snapshot: Note all allocations of a GPU from the start of training, and write them beside the report
-            (``out_of_memory_rank_<r>.pickle``) for https://pytorch.org/memory_viz. Costs host memory and some time
-            in every step. GPU only.
+        snapshot: Note the last 100,000 allocations of a GPU in training, and write them beside the report
+            (``out_of_memory_rank_<r>.pickle``) for https://pytorch.org/memory_viz. Costs some hundred MiB of host
+            memory for each rank, and some time in every step. GPU only.
         fallback_dir: Folder for it if the run has none of its own, which it has with TensorBoardLogger or
             CSVLogger; by default the Trainer's ``default_root_dir``.
     """

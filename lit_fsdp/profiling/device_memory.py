@@ -14,6 +14,7 @@ _GIB = 2**30
 _RECORDING: set[int] = set()  # who wants allocations noted
 _PEAKS: dict[torch.device, int] = {}  # bytes, of the stretches that ended with take_peak_bytes
 _MESSAGES = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "Cannot allocate memory")
+_MAX_ENTRIES = 100_000  # of the allocator's history, the last ones: each has several KB, and torch has no limit
 PEAK_NAMES = {"cuda": "peak_allocated_gib", "cpu": "peak_rss_gib"}
 
 
@@ -103,7 +104,7 @@ def take_peak_bytes(device: torch.device) -> int:
 def start_recording(owner: object) -> None:
     """Let CUDA's allocator note what it does, for a snapshot, as long as anyone wants it to."""
     _RECORDING.add(id(owner))
-    torch.cuda.memory._record_memory_history()  # documented, though it has no public name yet
+    torch.cuda.memory._record_memory_history(max_entries=_MAX_ENTRIES)  # documented, though it has no public name yet
 
 
 def stop_recording(owner: object) -> None:

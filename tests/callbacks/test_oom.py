@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from lit_fsdp.callbacks import OOMReport
-from lit_fsdp.profiling.device_memory import is_out_of_memory
+from lit_fsdp.profiling.device_memory import is_out_of_memory, start_recording, stop_recording
 
 TASK = """
 import torch
@@ -128,6 +128,15 @@ def test_an_evaluation_of_its_own_is_named(command: str, phase: str, tmp_path: P
         getattr(trainer, command)(Eater(), DataLoader(torch.ones(2, 4)))
     report = (tmp_path / "out_of_memory.md").read_text()
     assert report.startswith(f"# Out of memory on rank 0 of 1, in {phase}, step 1\n")
+
+
+def test_the_history_of_an_allocator_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *args, **kwargs: asked.append(kwargs))
+    start_recording(monkeypatch)
+    stop_recording(monkeypatch)
+    assert asked[0]["max_entries"] <= 100_000  # of several KB each
+    assert asked[1] == {"enabled": None}
 
 
 def test_an_error_of_another_kind_leaves_no_report(tmp_path: Path) -> None:
