@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -222,6 +221,7 @@ class RunReport(StepCallback):
 
     def _describe_run(self, trainer: Trainer, status: str, message: str, ended: datetime) -> dict[str, Any]:
         first, last = self.first_step, self.last_step
+        origin = trainer.ckpt_path if first else None
         return {
             "name": self._find_name(trainer),
             "folder": shorten_path(self._folder),
@@ -234,7 +234,7 @@ class RunReport(StepCallback):
             "last_step": last,
             "num_steps": last - first,
             "num_steps_planned": int(self._num_planned) if math.isfinite(self._num_planned) else None,
-            "resumed_from": shorten_path(Path(trainer.ckpt_path).absolute()) if first and trainer.ckpt_path else None,
+            "resumed_from": shorten_path(str(relative_to_here(origin))) if origin else None,
             "num_ranks": self._environment["world_size"],
             "num_nodes": self._environment["num_nodes"],
             "strategy": type(trainer.strategy).__name__,

@@ -235,15 +235,16 @@ def test_micro_batches_are_no_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_run_that_goes_on_reports_its_own_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("place", ["four.ckpt", "memory://runs/four.ckpt"])
+def test_a_run_that_goes_on_reports_its_own_part(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     trainer = fit_tiny(tmp_path, max_steps=4)
-    trainer.save_checkpoint("four.ckpt")
-    fit_tiny(tmp_path, max_steps=10, log_every_n_steps=2, ckpt_path=tmp_path / "four.ckpt")
+    trainer.save_checkpoint(place)
+    fit_tiny(tmp_path, max_steps=10, log_every_n_steps=2, ckpt_path=place if ":" in place else tmp_path / place)
     numbers = read_numbers(tmp_path / "tiny" / "version_1")
     run = numbers["run"]
     assert (run["first_step"], run["last_step"], run["num_steps"]) == (4, 10, 6)
-    assert run["resumed_from"] == "four.ckpt"
+    assert run["resumed_from"] == place
     assert numbers["curves"]["train/loss"]["steps"] == [6, 8, 10]
     text = Page((tmp_path / "tiny" / "version_1" / "report.html").read_text()).text
     assert "6, from 4 to 10" in text
