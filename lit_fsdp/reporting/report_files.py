@@ -161,11 +161,12 @@ def add_section(folder: Path, section: Section) -> bool:
         begin, end, rest = page.partition(end)
         page = f"{begin}{new[0]}{end}{rest}"
     heading = f"## {_escape(part.section.title)}\n"
-    text = re.sub(rf"^{re.escape(heading)}.*?(?=^## |\Z)", "", (folder / MARKDOWN).read_text(), flags=re.DOTALL | re.M)
+    text = (folder / MARKDOWN).read_text(encoding="utf-8")
+    text = re.sub(rf"^{re.escape(heading)}.*?(?=^## |\Z)", "", text, flags=re.DOTALL | re.M)
     text = f"{text.rstrip()}\n\n{heading}{_format_markdown(report).partition(heading)[2]}"
     numbers = json.loads((folder / JSON).read_text(encoding="utf-8"))
     entry = {"title": part.section.title, "notes": part.section.notes, "numbers": make_plain(section.numbers)}
-    numbers.setdefault("sections", {})[section.name] = redact(entry)
+    numbers.setdefault("sections", {})[section.name] = hide_paths(redact(entry))
     write_whole(folder / JSON, json.dumps(numbers, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     write_whole(folder / MARKDOWN, text)
     write_whole(folder / HTML, page)

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from report_runs import RUN_NAME, Page, TinyTask, fit_tiny, fit_two_ranks, read_numbers
 
 from lit_fsdp.callbacks import Preemption, RunReport, RunSummary, StabilityMonitor
+from lit_fsdp.reporting.report_files import Report, add_section, write_report
 from lit_fsdp.reporting.sections import Section
 
 DOCS = Path(__file__).parent.parent.parent / "docs" / "report.md"
@@ -232,6 +233,12 @@ def test_training_validation_and_epochs_are_read_once_each_where_they_are_logged
 def test_micro_batches_are_no_steps(tmp_path: Path) -> None:
     fit_tiny(tmp_path, accumulate_grad_batches=2, log_every_n_steps=1, max_steps=3, limit_val_batches=0)
     assert read_numbers(tmp_path / "tiny" / "version_0")["curves"]["train/loss"]["steps"] == [1, 2, 3]
+
+
+def test_a_section_that_comes_later_names_no_folder_of_this_machine_either(tmp_path: Path) -> None:
+    write_report(Report(name="run", status="finished", message="", facts={}, parts=[], numbers={}), tmp_path)
+    assert add_section(tmp_path, Section(title="More", name="more", numbers={"model": "/mnt/anna/runs/secret/run"}))
+    assert read_numbers(tmp_path)["sections"]["more"]["numbers"] == {"model": "…/run"}
 
 
 @pytest.mark.full
