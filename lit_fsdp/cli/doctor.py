@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 
 from lit_fsdp.cache import get_cache_dir
 from lit_fsdp.checkpoint.space import measure_free
+from lit_fsdp.errors import get_first_line
 from lit_fsdp.parsing.parser import run_function
 from lit_fsdp.reporting.environment import format_host, list_versions, read_machine
 from lit_fsdp.reporting.sections import Table, print_table
@@ -102,14 +103,21 @@ def _list_gpus() -> list[tuple[str, str]]:
     rows = []
     for index in range(count):
         properties = torch.cuda.get_device_properties(index)
-        free, total = torch.cuda.mem_get_info(index)
-        size = f"{free / _GIB:.1f} of {total / _GIB:.1f} GiB free"
-        rows.append((f"GPU {index}", f"{properties.name}, {size}, compute {properties.major}.{properties.minor}"))
+        compute = f"compute {properties.major}.{properties.minor}"
+        rows.append((f"GPU {index}", f"{properties.name}, {_describe_memory(index)}, {compute}"))
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     if pairs:
         direct = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
         rows.append(("GPU to GPU", f"{direct} of {len(pairs)} pairs reach each other without host memory"))
     return rows or [("GPUs", "none that torch sees")]
+
+
+def _describe_memory(index: int) -> str:
+    try:  # to tell, a GPU is opened: it may be full, or belong to another process alone
+        free, total = torch.cuda.mem_get_info(index)
+    except RuntimeError as error:
+        return f"which cannot be opened ({get_first_line(error)})"
+    return f"{free / _GIB:.1f} of {total / _GIB:.1f} GiB free"
 
 
 def _check_gpus(machine: Mapping[str, Any]) -> list[str]:

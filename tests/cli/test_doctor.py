@@ -53,6 +53,21 @@ def test_gpus_are_described_with_what_is_wrong_with_them(
     assert "warning: GPU 1 computes bfloat16 slowly or not at all: set precision 16-mixed" in shown
 
 
+def test_a_gpu_that_is_full_is_described_all_the_same(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(_: int) -> tuple[int, int]:
+        raise torch.AcceleratorError("CUDA error: out of memory\nFor debugging consider CUDA_LAUNCH_BLOCKING=1")
+
+    card = SimpleNamespace(name="NVIDIA GeForce RTX 3060", major=8, minor=6)
+    cuda: dict[str, Any] = {"device_count": lambda: 1, "get_device_properties": lambda _: card, "mem_get_info": read}
+    for name, stand_in in {**cuda, "get_device_capability": lambda _: (8, 6)}.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    assert main(["doctor"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "NVIDIA GeForce RTX 3060, which cannot be opened (CUDA error: out of memory), compute 8.6" in shown
+
+
 @pytest.mark.parametrize(
     ("cuda", "shown", "reason"),
     [
