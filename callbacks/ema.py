@@ -104,6 +104,7 @@ class EMA(StepCallback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show the average of this ``fit`` or of one before; weights of a checkpoint alone are the average already."""
         if self._averages and not trainer.sanity_checking:
+            _wait_for_copies(trainer.strategy.root_device)
             reshard(pl_module)  # the root keeps what a forward without backward has gathered, with the old values
             averages, weights = self._list_pairs(pl_module)
             self._kept = {name: weight.clone() for name, weight in zip(self._averages, weights, strict=True)}
@@ -112,16 +113,21 @@ class EMA(StepCallback):
     on_test_start = on_predict_start = on_validation_start
 
     @override
-    @torch.no_grad()
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._kept:
+            _wait_for_copies(trainer.strategy.root_device)
+        self._restore(trainer, pl_module)
+
+    on_test_end = on_predict_end = on_validation_end
+
+    @torch.no_grad()
+    def _restore(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._kept:
             if isinstance(trainer.strategy, FSDP2Strategy):
                 trainer.strategy.end_evaluation()
             averaged = self._follow(pl_module)  # of which some may have been unfrozen since
             torch._foreach_copy_([to_local(averaged[n].detach()) for n in self._kept], list(self._kept.values()))
             self._kept = {}
-
-    on_test_end = on_predict_end = on_validation_end
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -130,7 +136,7 @@ class EMA(StepCallback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self.on_validation_end(trainer, pl_module)
+        self._restore(trainer, pl_module)
 
     @override
     @torch.no_grad()
@@ -199,6 +205,12 @@ class EMA(StepCallback):
         low = [name for name in averaged if f"{_EXACT}{name}" in stored]
         self._exact = {f"{_EXACT}{name}": torch.empty_like(self._averages[name]) for name in low}
         return {name: room for name, room in (self._averages | self._exact).items() if name in stored}
+
+
+def _wait_for_copies(device: torch.device) -> None:
+    """Let a GPU come to its end: of offloaded weights, it may still have to fetch what is to be overwritten."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _list_parts(averages: list[Tensor], weights: list[Tensor]) -> Iterator[list[tuple[Tensor, Tensor]]]:

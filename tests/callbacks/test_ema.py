@@ -1,6 +1,7 @@
 """A moving average of sharded weights is that of one device, and lives on in checkpoints."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -334,6 +335,26 @@ def measure(folder: Path, precision: str) -> None:
         written = sum(file.stat().st_size for file in (folder / precision).rglob("*.distcp"))
         assert strategy.disk_space is not None
         assert strategy.disk_space.checkpoint_bytes == pytest.approx(written, rel=0.04)
+
+
+def test_weights_are_overwritten_once_the_gpu_has_fetched_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Linear(1, 1, bias=False)
+    seen: list[float] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: seen.append(module.weight.item()))
+    strategy = SimpleNamespace(root_device=torch.device("cuda", 0))
+    trainer: Any = SimpleNamespace(strategy=strategy, sanity_checking=False)
+    ema: Any = EMA()
+    nn.init.constant_(module.weight, 2.0)
+    ema._follow(module)  # the average
+    nn.init.constant_(module.weight, 3.0)
+    for start, end in ((ema.on_validation_start, ema.on_validation_end), (ema.on_predict_start, ema.on_predict_end)):
+        start(trainer, module)
+        end(trainer, module)
+    assert seen == [3.0, 2.0, 3.0, 2.0]
+    ema.on_test_start(trainer, module)
+    ema.on_exception(trainer, module, RuntimeError())  # of a GPU that may answer no more
+    assert len(seen) == 5
+    assert module.weight.item() == 3.0
 
 
 def test_what_a_checkpoint_takes_is_known_before_the_first_step(tmp_path: Path) -> None:
