@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
-from lit_fsdp.files import open_whole, refuse_unwritable
+from lit_fsdp.checkpoint.remote import describe_local_only, is_remote
+from lit_fsdp.files import open_whole, refuse_no_folder, refuse_unwritable
 from lit_fsdp.reporting.metrics import find_run_folder, is_trial
 from lit_fsdp.strategy.trainer_settings import get_data_ranks
 
@@ -43,10 +44,20 @@ class WritePredictions(Callback):
     def __init__(self, path: str | None = None, fallback_dir: str | None = None) -> None:
         if path is not None and Path(path).suffix not in _WRITERS:
             raise ValueError(f"path: got {path!r}: expected a file that ends in {', '.join(_WRITERS)}")
+        if path is not None and is_remote(path):
+            raise ValueError(f"path: {describe_local_only(path)}")
         self.path = path
         self.fallback_dir = fallback_dir
         self._records: list[Record] = []
         self._odd: str | None = None  # what came instead of such a dict
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse a place that cannot be written to now, not when all is predicted."""
+        if stage == "predict" and self.path is not None and trainer.is_global_zero:
+            if (path := Path(self.path)).is_dir():
+                raise ValueError(f"{type(self).__name__}.path: got {self.path!r}: it is a folder: expected a file")
+            refuse_no_folder(f"{type(self).__name__}.path", path.parent)
 
     @override
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -100,6 +100,16 @@ def test_what_is_no_prediction_is_not_written_and_a_warning_says_so(tmp_path: Pa
     assert not (tmp_path / "out.jsonl").exists()
 
 
+def test_a_place_that_cannot_be_written_to_is_refused_before_anything_is_predicted(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder.csv").mkdir()
+    for path, why in (("file/out.csv", "file is no folder"), ("folder.csv", "it is a folder: expected a file")):
+        with pytest.raises(ValueError, match=f"WritePredictions.path: got .*{why}"):
+            predict([], WritePredictions(path=str(tmp_path / path)), tmp_path)
+    with pytest.raises(ValueError, match=r"path: got 's3://bucket/out\.csv': only checkpoints can lie at an address"):
+        WritePredictions(path="s3://bucket/out.csv")
+
+
 def test_a_run_that_only_tries_one_batch_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for path in (None, "out.jsonl"):
