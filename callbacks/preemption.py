@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
@@ -17,6 +18,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lit_fsdp.checkpoint.remote import locate
+from lit_fsdp.files import refuse_no_folder
 from lit_fsdp.reporting.metrics import find_checkpoint_folder
 from lit_fsdp.reporting.rank_stats import AsyncRankStats, gather_over_ranks
 from lit_fsdp.reporting.step_callback import StepCallback
@@ -94,6 +96,9 @@ class Preemption(StepCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
             self.is_preempted = False
+            folder = None if self.dirpath is None else locate(self.dirpath)
+            if isinstance(folder, Path) and trainer.is_global_zero:  # now, not when the machine is taken away
+                refuse_no_folder(f"{type(self).__name__}.dirpath", folder)
             self.listen(trainer)
 
     @override

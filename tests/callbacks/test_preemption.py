@@ -322,6 +322,13 @@ def test_under_slurm_the_job_is_requeued_after_the_save(
     assert (tmp_path / "called").read_text() == "requeue 17 preempted-step=4.ckpt\n"
 
 
+def test_a_place_that_cannot_be_written_to_is_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    preemption = Preemption(dirpath=str(tmp_path / "file" / "saved"))
+    with pytest.raises(ValueError, match=r"Preemption.dirpath: got .*/file/saved': .*/file is no folder"):
+        preemption.setup(pl.Trainer(accelerator="cpu", logger=False), pl.LightningModule(), "fit")
+
+
 def test_what_cannot_be_caught_is_refused() -> None:
     with pytest.raises(ValueError, match="SIGKILL cannot be caught"):
         Preemption(signals=["SIGTERM", "SIGKILL"])
