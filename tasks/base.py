@@ -11,6 +11,7 @@ keeps sums in the range of float16.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -96,7 +97,8 @@ class Task(TakesMappings, LightningModule):
         self.lr_scheduler = lr_scheduler or LRSchedule()
         self.lr_scheduler.check()
         self.optimizer_settings.check()
-        self.val_loss, self.test_loss = MeanMetric(), MeanMetric()
+        # Left alone, it leaves out what is not a number: the mean would be that of all other targets.
+        self.val_loss, self.test_loss = (MeanMetric(nan_strategy=math.nan) for _ in range(2))
         for metric in (self.val_loss, self.test_loss):
             metric.set_dtype(torch.float64)
         self.targets_seen: float | Tensor = 0.0

@@ -1,3 +1,4 @@
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -400,6 +401,20 @@ def test_norms_and_biases_are_not_decayed() -> None:
 def test_contradictions_are_refused_when_the_task_is_built(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_loss_that_is_not_a_number_is_not_left_out_of_the_mean() -> None:
+    class Evaluated(Linear):
+        def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+            self.update_eval_loss("val", batch.sum(), torch.tensor(batch.numel()))
+
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(accelerator="cpu", enable_model_summary=False, **quiet)  # type: ignore[arg-type]
+    rows = torch.tensor([[1.0], [math.nan], [3.0]])
+    (found,) = trainer.validate(Evaluated(), torch.utils.data.DataLoader(rows, batch_size=1))
+    assert math.isnan(found["val/loss"])
+    (found,) = trainer.validate(Evaluated(), torch.utils.data.DataLoader(rows[::2], batch_size=1))
+    assert found["val/loss"] == 2
 
 
 def test_a_schedule_without_an_end_is_refused_unless_it_is_constant() -> None:
