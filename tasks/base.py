@@ -131,6 +131,7 @@ class Task(TakesMappings, LightningModule):
         """Get ready for the strategy; a subclass that has a ``setup`` of its own calls this."""
         if stage == "fit":
             self.check_strategy(self.trainer)
+            self._step_sums, self._factor, self._scaled = None, None, set()  # a run that failed may have left some
         keep_parameters_whole(self.trainer.strategy)
         if stage == "fit":  # here too, as an evaluation may have built the model before
             refuse_quantized_training(getattr(self, "quantization", None), getattr(self, "lora", None))
@@ -393,7 +394,12 @@ class Task(TakesMappings, LightningModule):
 
     @override
     def on_validation_epoch_start(self) -> None:
-        """Count in float64, whatever Lightning's strategies have cast metrics to with the model: even bfloat16."""
+        """Begin anew, whatever an evaluation that failed has left.
+
+        Count in float64, whatever Lightning's strategies have cast metrics to with the model: even bfloat16.
+        """
+        for loss in (self.val_loss, self.test_loss):
+            loss.reset()
         for metric in self.modules():
             if isinstance(metric, Metric):
                 states = [state for state in metric.metric_state.values() if isinstance(state, Tensor)]

@@ -94,10 +94,14 @@ class Metrics(nn.Module):
         """Whether there were any since the last time; the same on all ranks, as each has as many."""
         return self.metrics["scores"].update_called
 
+    def reset(self) -> None:
+        """Start anew."""
+        self.metrics.reset()
+
     def compute(self) -> Evaluation:
         """Return the result over all ranks, and start anew. All ranks must call it."""
         found = self.metrics.compute()
-        self.metrics.reset()
+        self.reset()
         num_right, count = found["scores"][:, 0], found["scores"][:, -1]  # [classes]; between them are other sums
         by_class = num_right / count  # NaN where there are none
         shares = {

@@ -273,6 +273,15 @@ class ImageClassification(Classifier):
             sync_buffers(self.model)
 
     @override
+    def on_validation_epoch_start(self) -> None:
+        super().on_validation_epoch_start()
+        for metrics in (self.val_metrics, self.test_metrics):
+            if metrics is not None:
+                metrics.reset()
+
+    on_test_epoch_start = on_validation_epoch_start
+
+    @override
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self._evaluate("val", batch, self.val_metrics)
 

@@ -242,6 +242,7 @@ class PreferenceTuning(CausalLM):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._has_trained = True
+        self._sums.pop(True, None)  # of a run that failed in a step
 
     def _precompute(self, *splits: Split) -> None:
         """Give the data its log-probabilities by the model as training starts from it, computed or read."""

@@ -223,6 +223,14 @@ class SequenceClassification(Classifier, TextTask):
         return (losses * is_label).sum(), is_label.sum()
 
     @override
+    def on_validation_epoch_start(self) -> None:
+        super().on_validation_epoch_start()
+        for stage in ("val", "test"):
+            self._get_metrics(stage).reset()
+
+    on_test_epoch_start = on_validation_epoch_start
+
+    @override
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self._evaluate("val", batch)
 

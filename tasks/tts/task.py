@@ -303,6 +303,12 @@ class TextToSpeech(Task):
         self.log_step({"train/talker_loss": talker.float(), "train/sub_talker_loss": predictor.float()})
 
     @override
+    def on_validation_epoch_start(self) -> None:
+        super().on_validation_epoch_start()
+        if self.val_metrics is not None:
+            self.val_metrics.reset()
+
+    @override
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         assert self.val_metrics is not None
         self.val_metrics.update(self.forward(batch), batch)

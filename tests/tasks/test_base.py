@@ -417,6 +417,50 @@ def test_a_loss_that_is_not_a_number_is_not_left_out_of_the_mean() -> None:
     assert found["val/loss"] == 2
 
 
+class Failing(Linear):
+    """Fails where it is told to, once."""
+
+    fails = ""
+
+    def on_before_backward(self, loss: torch.Tensor) -> None:
+        super().on_before_backward(loss)
+        self.fail("backward")
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.update_eval_loss("val", batch.sum(), torch.tensor(batch.numel()))
+        self.fail("validation")
+
+    def fail(self, where: str) -> None:
+        if self.fails == where:
+            self.fails = ""
+            raise RuntimeError("out of memory")
+
+
+def test_a_run_that_failed_leaves_nothing_to_the_next_one_of_the_same_task() -> None:
+    norms = []
+    for fails in ("", "backward"):
+        torch.manual_seed(0)
+        task = Failing(Optimizer())
+        task.fails = fails
+        if fails:
+            with pytest.raises(RuntimeError, match="out of memory"):
+                fit_linear(task, max_steps=1)
+            torch.manual_seed(0)
+        fit_linear(task, max_steps=1)
+        assert task.targets_seen == 4
+        norms.append(float(task.get_grad_norm()))
+    assert norms[0] == norms[1]
+
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(accelerator="cpu", enable_model_summary=False, **quiet)  # type: ignore[arg-type]
+    rows = torch.utils.data.DataLoader(torch.tensor([[1.0], [2.0], [3.0]]), batch_size=1)
+    task.fails = "validation"
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.validate(task, rows)
+    (found,) = trainer.validate(task, rows)
+    assert found["val/loss"] == 2
+
+
 def test_a_schedule_without_an_end_is_refused_unless_it_is_constant() -> None:
     with pytest.raises(ValueError, match="no end"):
         fit_linear(Linear(lr_scheduler=LRSchedule(type="linear")), max_steps=-1, max_epochs=-1, max_time="00:00:00:01")
