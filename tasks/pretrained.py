@@ -121,6 +121,11 @@ class PretrainedTask(Task):
         self._base: dict[str, Any] | None = None
 
     @override
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        self._export_files = None  # another run may have other data, and its tokenizer
+
+    @override
     def prepare_data(self) -> None:
         """Download the model, on one process per node."""
         if self.pretrained is not None:

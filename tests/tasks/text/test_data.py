@@ -20,6 +20,7 @@ from waiting import count_waiting, run_forks, tell_of_waiting, wait_until
 
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.cache import COMPLETE, read_digests
+from lit_fsdp.checkpoint.reader import EXPORT
 from lit_fsdp.tasks import CausalLM, LoRA, Optimizer
 from lit_fsdp.tasks.text import tokens
 from lit_fsdp.tasks.text.data import TextData
@@ -270,6 +271,20 @@ def test_prompts_are_padded_on_the_left_and_numbered(tmp_path: Path, tokenizer: 
     texts = [data.tokenizer.decode(ids[m == 1]) for ids, m in zip(first["input_ids"], mask, strict=True)]
     assert texts == ["document 3", "document 4 says word word"]
     assert data.tokenizer.decode(second["input_ids"][0][second["attention_mask"][0] == 1]) == "user: word\nassistant: "
+
+
+def test_a_second_run_of_a_task_saves_the_tokenizer_of_its_own_data(
+    tmp_path: Path, source: Path, tokenizer: str
+) -> None:
+    task = CausalLM(config={"model_type": "llama", "num_hidden_layers": 1, **EVEN, "vocab_size": 300})
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    for template in ("first {{ messages }}", "second {{ messages }}"):
+        data = make(source, tokenizer, tmp_path / "cache", chat_template=template, validation=str(source))
+        trainer = Trainer(accelerator="cpu", limit_val_batches=1, enable_model_summary=False, **quiet)
+        trainer.validate(task, data)
+        checkpoint: dict[str, Any] = {}
+        task.on_save_checkpoint(checkpoint)
+        assert checkpoint[EXPORT]["chat_template.jinja"] == template
 
 
 def test_too_few_rows_are_refused_with_the_numbers(tmp_path: Path, source: Path, tokenizer: str) -> None:
