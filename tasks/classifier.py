@@ -50,6 +50,8 @@ class Classifier(PretrainedTask):
 
     @class_names.setter
     def class_names(self, names: list[str]) -> None:
+        if self.model is not None and self._class_names is not None:  # a second run of the same object
+            _refuse_other_classes(names, self._class_names, "model")
         self._class_names = names
 
     @property
@@ -111,12 +113,17 @@ class Classifier(PretrainedTask):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        stored, names = checkpoint.get(CLASSES), self.class_names
-        if stored is not None and list(stored) != names:
-            raise ValueError(
-                f"classes: the checkpoint was trained for {len(stored)} classes ({', '.join(stored[:5])} ...), and "
-                f"the data has {len(names)} ({', '.join(names[:5])} ...); set data.classes to those"
-            )
+        if (stored := checkpoint.get(CLASSES)) is not None:
+            _refuse_other_classes(self.class_names, stored, "checkpoint")
+
+
+def _refuse_other_classes(names: Sequence[str], trained: Sequence[str], what: str) -> None:
+    """Refuse classes of the data that are not those that a model or checkpoint was trained for, in their order."""
+    if list(names) != list(trained):
+        raise ValueError(
+            f"classes: the {what} was trained for {len(trained)} classes ({', '.join(trained[:5])} ...), and the data "
+            f"has {len(names)} ({', '.join(names[:5])} ...); set data.classes to those"
+        )
 
 
 def list_classes(data: Any, num_classes: int | None, *, setting: str = "num_classes") -> list[str]:

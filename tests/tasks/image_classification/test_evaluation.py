@@ -69,6 +69,19 @@ def test_every_image_counts_once_at_any_number_of_ranks(tmp_path: Path) -> None:
         assert [records[i][1] for i in range(9)] == pytest.approx(chances.tolist(), abs=1e-5)
 
 
+def test_a_model_is_not_evaluated_on_the_classes_of_other_data(tmp_path: Path) -> None:
+    task, data = ImageClassification(config=VIT), make_data(tmp_path)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(accelerator="cpu", enable_model_summary=False, **quiet)  # type: ignore[arg-type]
+    trainer.test(task, datamodule=data, verbose=False)
+    trainer.test(task, datamodule=make_data(tmp_path), verbose=False)
+    for path in (tmp_path / "test/cat").iterdir():
+        path.unlink()
+    (tmp_path / "test/cat").rmdir()
+    with pytest.raises(ValueError, match=r"the model was trained for 3 classes \(cat, dog, eel .*has 2 \(dog, eel"):
+        trainer.test(task, datamodule=make_data(tmp_path, train=None), verbose=False)
+
+
 def skip(folder: Path, seen: Path) -> None:
     trainer = build_trainer(FSDP2Strategy(print_plan=False), max_steps=-1, max_epochs=2, num_sanity_val_steps=0)
     task = ImageClassification(config=VIT, lr_scheduler=LRSchedule(type="constant"))
