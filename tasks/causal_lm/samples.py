@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch.distributed import DistError
 
 from lit_fsdp.errors import join_names
+from lit_fsdp.profiling.device_memory import is_out_of_memory
 from lit_fsdp.reporting.lost_logs import outlive_lost_log
 from lit_fsdp.reporting.sections import Section, Table
 from lit_fsdp.strategy.data_module import get_data_module
@@ -103,13 +105,13 @@ class Samples:
             new_tokens = min(task.generation["max_new_tokens"], room)
             try:
                 texts = task.continue_rows([rows[number] for number in part], max_new_tokens=new_tokens)
-            except torch.OutOfMemoryError:
-                if task.trainer.world_size > 1:  # it may be this rank alone, for which the others would wait
-                    raise
-                self._warn(step, f"prompts {join_names([*map(str, part)])}: out of memory")
-            except (RuntimeError, ValueError, LookupError, TypeError) as error:  # all ranks fail alike
+            except (RuntimeError, ValueError, LookupError, TypeError) as error:
+                is_full = is_out_of_memory(error)
+                if task.trainer.world_size > 1 and (is_full or isinstance(error, DistError)):
+                    raise  # it may be this rank alone, for which the others would wait; in all else ranks fail alike
                 reason = next(iter(str(error).splitlines()), "")
-                self._warn(step, f"prompts {join_names([*map(str, part)])}: {type(error).__name__}: {reason}")
+                problem = "out of memory" if is_full else f"{type(error).__name__}: {reason}"
+                self._warn(step, f"prompts {join_names([*map(str, part)])}: {problem}")
             else:
                 for number, text in zip(part, texts, strict=True):
                     answers[number] = text

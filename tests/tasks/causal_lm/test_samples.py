@@ -9,6 +9,7 @@ import pytest
 import torch
 from launches import fork_ranks, write_run
 from lightning.pytorch import Callback, Trainer, seed_everything
+from torch.distributed import DistError
 from training import build_trainer, gather_weights
 
 from lit_fsdp import FSDP2Strategy, LoRA
@@ -172,6 +173,31 @@ def test_a_sample_that_fails_is_a_warning_once_and_the_others_are_answered(tmp_p
     assert section is not None
     assert [table.rows for table in section.tables] == [[["3", "answer"]]]
     assert section.notes[-1].startswith("Warning: prompts 0: IndexError")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"), DistError("lost")],
+    ids=["device", "library", "connection"],
+)
+def test_a_rank_that_may_have_failed_alone_does_not_go_on_without_the_others(error: Exception, tmp_path: Path) -> None:
+    data = make_data(tmp_path)
+    data.setup("fit")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    task = SimpleNamespace(
+        trainer=SimpleNamespace(world_size=2, global_step=1, strategy=None, datamodule=data),
+        device=torch.device("cpu"),
+        modules=list,
+        read_config=CausalLM(config=TINY).read_config,
+        get_tokenizer=lambda: data.tokenizer,
+        generation={"max_new_tokens": 4},
+        continue_rows=fail,
+    )
+    with pytest.raises(type(error)):
+        Samples(["the number"]).answer(task)
 
 
 def test_a_prompt_that_cannot_be_one_is_refused_before_training(tmp_path: Path) -> None:
