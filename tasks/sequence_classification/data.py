@@ -46,7 +46,7 @@ from lit_fsdp.tasks.sequence_classification.rows import (
     write_labeled,
 )
 from lit_fsdp.tasks.shares import Share
-from lit_fsdp.tasks.text.batches import Batch, PadRows, keep_exact
+from lit_fsdp.tasks.text.batches import Batch, PadRows, find_places, keep_exact
 from lit_fsdp.tasks.text.messages import RowError
 from lit_fsdp.tasks.text.mixture import DataSource, list_group_parts
 from lit_fsdp.tasks.text.preview import Piece, Preview
@@ -303,7 +303,8 @@ class LabeledTextData(TaskData):
 
     def _collate(self, split: Split) -> LabeledRows:
         pad = PadRows(pad_id=get_pad_id(self.tokenizer), multiple_of=self.pad_to_multiple_of)
-        return LabeledRows(pad=pad, problem=None if split == "predict" else self._problem, is_indexed=split != "train")
+        places = self._stores[split].places if split == "predict" else None
+        return LabeledRows(pad=pad, problem=self._problem, is_indexed=split != "train", places=places)
 
     def _get_rows(self, split: Split) -> LabeledDocuments:
         name = self.get_source_split(split)
@@ -353,6 +354,7 @@ class LabeledTextData(TaskData):
             labeled = LabeledFormat(columns=labeled.columns, label=labeled.label, is_labeled=False)
         encoder = LabeledEncoder(self.tokenizer, self.seq_length)
         facts = {"tokenizer": self._tokenizer_id, "seq_length": self.seq_length, "is_labeled": labeled.is_labeled}
+        facts |= {"has_places": True} if self.skips_bad_rows and not labeled.is_labeled else {}
 
         def build(folder: Path) -> None:
             rows = read_parts(parts, f"tokenizing {split}")
@@ -455,21 +457,24 @@ class LabeledRows:
 
     Args:
         pad: Pads the texts.
-        problem: What labels are of. ``None`` gives ``index`` in their place: of each row in its source.
+        problem: What labels are of.
         is_indexed: Whether rows come with their index.
+        places: Of all rows in their source, to have ``index``, the place of each, instead of ``labels``.
     """
 
     pad: Callable[[Sequence[Any]], Batch]
     problem: ProblemType | None
     is_indexed: bool
+    places: NDArray[np.int64] | None = None
 
     def __call__(self, rows: Sequence[Any]) -> dict[str, Tensor]:
         """Return the batch."""
         indexed = rows if self.is_indexed else list(enumerate(rows))
         batch = self.pad([{"input_ids": ids, "labels": ids} for _, (texts, _) in indexed for ids in texts])
         del batch["labels"]
-        if self.problem is None:
-            return {**batch, "index": torch.tensor([index for index, _ in indexed])}
+        if self.places is not None:
+            return {**batch, "index": find_places([index for index, _ in indexed], self.places)}
+        assert self.problem is not None
         is_filler = [index == PADDING for index, _ in indexed]
         labels = stack_targets([target for _, (_, target) in indexed], is_filler, self.problem)
         return {**batch, "labels": keep_exact(labels) if self.problem == REGRESSION else labels}

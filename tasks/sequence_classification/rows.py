@@ -231,9 +231,9 @@ def write_labeled(
     """
     counts = {"num_bad": 0, "num_cut": 0, "num_long": 0}
     bad: list[str] = []
-    labels = LabelWriter()
+    labels, places = LabelWriter(), list[int]()
     with TokenWriter(folder) as writer:
-        for row, result in _encode_rows(rows, encoder, labeled):
+        for place, (row, result) in enumerate(_encode_rows(rows, encoder, labeled)):
             if isinstance(result, RowError):
                 counts["num_bad"] += 1
                 bad += [show_controls(f"{row.where}: {result}")] * (len(bad) < NUM_NAMED)
@@ -246,6 +246,7 @@ def write_labeled(
                 counts["num_long"] += 1
                 continue
             counts["num_cut"] += is_cut
+            places.append(place)
             for ids, _ in texts:
                 writer.add(Encoded(ids=ids, learn=[True] * len(ids)))
             if label is not None:
@@ -253,7 +254,8 @@ def write_labeled(
         if not writer.num_tokens:
             raise ValueError(_describe_none(bad, counts))
         labels.finish(folder)
-        writer.finish(bad=bad, **counts)
+        found = {"places": places} if counts["num_bad"] and not labeled.is_labeled else {}
+        writer.finish(bad=bad, **counts, **found)
 
 
 def _describe_none(bad: Sequence[str], counts: Mapping[str, int]) -> str:

@@ -222,9 +222,15 @@ class PromptRows:
     """Collates prompts: ``input_ids`` and ``attention_mask``, padded on the left, and ``index`` [batch].
 
     ``index`` is the place of each prompt in its source; -1 marks rows that only fill up the batch.
+
+    Args:
+        pad_id: Fills ``input_ids``.
+        places: Of all rows in the source.
+        multiple_of: The length is rounded up to a multiple of this.
     """
 
     pad_id: int
+    places: Ints
     multiple_of: int = 1
 
     def __call__(self, rows: Sequence[tuple[int, Any]]) -> Batch:
@@ -232,4 +238,9 @@ class PromptRows:
         pad = PadRows(pad_id=self.pad_id, multiple_of=self.multiple_of, on_left=True)
         batch = pad([row for _, row in rows])
         del batch["labels"]
-        return {**batch, "index": torch.tensor([index for index, _ in rows])}
+        return {**batch, "index": find_places([index for index, _ in rows], self.places)}
+
+
+def find_places(rows: Sequence[int], places: Ints) -> Tensor:
+    """Return the places of rows in their source; of those that only fill up a batch -1."""
+    return torch.tensor([row if row == PADDING else int(places[row]) for row in rows])

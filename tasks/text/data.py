@@ -375,10 +375,12 @@ class TextData(TaskData):
 
     def build_eval_loader(self, split: Split) -> DataLoader[Any]:
         """Return this rank's batches of a split; prompts are padded on the left."""
+        rows = self._get_rows(split)
         collate: Callable[[Any], Any] = EvalRows(collate=self._collate, is_packed=self.packing)
         if split == "predict":
-            collate = PromptRows(pad_id=get_pad_id(self.tokenizer), multiple_of=self.pad_to_multiple_of)
-        return self.load_eval(self._get_rows(split), collate)
+            shape: dict[str, int] = {"pad_id": get_pad_id(self.tokenizer), "multiple_of": self.pad_to_multiple_of}
+            collate = PromptRows(places=self._stores[split].places, **shape)
+        return self.load_eval(rows, collate)
 
     @property
     def _collate(self) -> Callable[[Any], Any]:
@@ -489,7 +491,8 @@ class TextData(TaskData):
 
     def _get_own_tokens(self, split: Split, place: str, parts: list[Part], row_format: RowFormat) -> TokenStore:
         """Return the tokens of one source, made now unless the cache has them."""
-        key = self._make_key(parts, tokenizer=self._tokenizer_id, row_format=asdict(row_format))
+        facts = {"has_places": True} if row_format.is_prompt and self.skips_bad_rows else {}
+        key = self._make_key(parts, tokenizer=self._tokenizer_id, row_format=asdict(row_format), **facts)
 
         def build(folder: Path) -> None:
             rows, skips = read_parts(parts, f"tokenizing {place}"), self.skips_bad_rows

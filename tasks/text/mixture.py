@@ -169,6 +169,13 @@ class JoinedTokens:
         return sum(store.num_tokens for store in self.stores)
 
     @property
+    def places(self) -> Ints:
+        """Of prompts: which row of all sources, one after the other, each is."""
+        num_rows = [len(store) + store.summary["num_bad"] for store in self.stores]
+        begins = np.cumsum([0, *num_rows[:-1]])
+        return np.concatenate([store.places + begin for store, begin in zip(self.stores, begins, strict=True)])
+
+    @property
     def summary(self) -> dict[str, Any]:
         """What all stores tell: numbers added up, of named rows the first of each in turn."""
         found = [store.summary for store in self.stores]

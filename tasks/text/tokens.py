@@ -253,6 +253,11 @@ class TokenStore:
         self.summary: dict[str, Any] = json.loads((folder / SUMMARY).read_text())
         self._map()
 
+    @property
+    def places(self) -> NDArray[np.int64]:
+        """Of prompts: which row of its source each is, as bad ones between them may be left out."""
+        return np.asarray(self.summary.get("places", range(len(self))), dtype=np.int64)
+
     def __len__(self) -> int:
         return len(self.ends)
 
@@ -337,9 +342,11 @@ def write_tokens(
     num_bad = 0
     num_unread: Counter[str] = Counter()
     unread, fields, marks = list_optional(row_format.columns), list[str](), list[str]()
+    places: list[int] = []
     encoded = encode_rows(row_format.expand(rows), encoder)
     with TokenWriter(folder) as writer:
-        for _, group in groupby(encoded, key=lambda pair: pair[0].where):  # documents of one row stand or fall together
+        groups = groupby(encoded, key=lambda pair: pair[0].where)  # documents of one row stand or fall together
+        for place, (_, group) in enumerate(groups):
             documents = list(group)
             for row, _ in documents:
                 if unread and row.problem is None:
@@ -351,6 +358,7 @@ def write_tokens(
                     assert isinstance(document, Encoded)
                     writer.add(document)
                     marks += row.mark
+                places.append(place)
                 num_unread.update(list_unread(documents[0][0], row_format))
                 continue
             num_bad += 1
@@ -362,7 +370,9 @@ def write_tokens(
             raise ValueError(f"all {num_bad} rows are bad, the first: {bad[0]}" if bad else "there are no rows")
         for name, theirs in unread.items() if has_all_columns else ():
             raise ValueError(f'columns.{name}: got "{theirs}": no row has it; they have: {", ".join(map(str, fields))}')
-        found = {"marks": "".join(marks)} if any(marks) else {}
+        found: dict[str, Any] = {"marks": "".join(marks)} if any(marks) else {}
+        if num_bad and row_format.is_prompt:
+            found["places"] = places
         writer.finish(num_bad=num_bad, bad=bad, num_unread=num_unread, **found)
 
 

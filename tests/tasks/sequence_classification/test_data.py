@@ -357,6 +357,17 @@ def test_a_bad_row_is_named_also_where_a_tokenizer_is_trained_on_it(make: Any) -
         make(rows=pairs).setup("fit")
 
 
+def test_predictions_are_numbered_by_the_rows_of_the_source_also_where_bad_ones_are_left_out(
+    make: Any, tmp_path: Path
+) -> None:
+    predict = write_rows(tmp_path / "predict.jsonl", [{"text": ""}, {"text": TEXT}, {"other": TEXT}, {"text": TEXT}])
+    data = make("a", "b", predict=predict, bad_rows="skip", eval_batch_size=3)
+    with pytest.warns(UserWarning, match="predict: 2 bad rows are skipped"):
+        data.setup("predict")
+    (batch,) = data.predict_dataloader()
+    assert batch["index"].tolist() == [1, 3, -1]
+
+
 def test_paragraphs_of_pydoc_are_labeled_with_their_topics(make: Any) -> None:
     data = make(train="pydoc", validation_fraction=0.1, batch_size=4, seq_length=128)
     with pytest.warns(UserWarning, match="are cut"):

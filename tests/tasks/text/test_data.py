@@ -287,6 +287,19 @@ def test_a_second_run_of_a_task_saves_the_tokenizer_of_its_own_data(
         assert checkpoint[EXPORT]["chat_template.jinja"] == template
 
 
+def test_predictions_are_numbered_by_the_rows_of_the_source_also_where_bad_ones_are_left_out(
+    tmp_path: Path, tokenizer: str
+) -> None:
+    first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
+    first.write_text('{"prompt": "document 3"}\n{"other": ""}\n{"text": "document 4"}\n{"prompt": ""}\n')
+    second.write_text('{"prompt": "document 5"}\n')
+    settings: dict[str, Any] = {"predict": [{"path": str(first)}, {"path": str(second)}], "bad_rows": "skip"}
+    data = make(None, tokenizer, tmp_path / "cache", eval_batch_size=2, **settings)
+    with pytest.warns(UserWarning, match="2 bad rows are skipped, 2 are good"):
+        data.setup("predict")
+    assert [batch["index"].tolist() for batch in data.predict_dataloader()] == [[0, 2], [4, -1]]
+
+
 def test_too_few_rows_are_refused_with_the_numbers(tmp_path: Path, source: Path, tokenizer: str) -> None:
     data = make(source, tokenizer, tmp_path / "cache", batch_size=4, seq_length=4000)
     data.setup("fit")
