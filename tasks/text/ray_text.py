@@ -5,12 +5,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import IterableDataset
 
 from lit_fsdp.strategy.trainer_settings import get_data_ranks
 from lit_fsdp.tasks.data import Split, refuse_empty, refuse_endless
-from lit_fsdp.tasks.loading import NEW_RUN, mix_seeds
+from lit_fsdp.tasks.loading import NEW_RUN, mix_seeds, read_loader_states
 from lit_fsdp.tasks.row_files import Row, drop_filled, refuse_splits
 from lit_fsdp.tasks.text.batches import TokenRow, stack_rows
 from lit_fsdp.tasks.text.data import TextData
@@ -160,6 +161,12 @@ class StreamedRows(IterableDataset[TokenRow]):
 
 class PassLoader(EndlessLoader):
     """A loader of a stream that cannot be entered in its middle; says so when a run is resumed."""
+
+    def __init__(self, dataset: StreamedRows, *, trainer: Trainer | None, **options: Any) -> None:
+        super().__init__(dataset, trainer=trainer, **options)
+        if trainer is not None:
+            for state in read_loader_states(trainer):  # Lightning hands it over in the middle of an epoch only
+                self.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return which pass it is in."""

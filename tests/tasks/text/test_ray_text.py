@@ -3,6 +3,7 @@ from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -56,9 +57,9 @@ def test_a_resumed_stream_begins_a_new_pass_and_says_so() -> None:
         opened.append(number)
         return [(np.arange(8, dtype=np.int32), np.ones(8, dtype=np.bool_))]
 
-    def build() -> PassLoader:
+    def build(trainer: Any = None) -> PassLoader:
         rows = StreamedRows(open_pass, seq_length=8, pad_id=0)
-        return PassLoader(rows, trainer=None, batch_size=1, collate_fn=stack_rows)
+        return PassLoader(rows, trainer=trainer, batch_size=1, collate_fn=stack_rows)
 
     first, resumed = build(), build()
     for _ in islice(first, 3):
@@ -68,6 +69,12 @@ def test_a_resumed_stream_begins_a_new_pass_and_says_so() -> None:
         resumed.load_state_dict(first.state_dict())
     next(iter(resumed))
     assert opened[-1] == 3, "not the order of the first pass again"
+
+    loop = SimpleNamespace(_combined_loader_states_to_load=[first.state_dict()])  # which Lightning keeps between epochs
+    with pytest.warns(UserWarning, match=r"pass 3 of the stream is not gone on with"):
+        between_epochs = build(SimpleNamespace(fit_loop=loop, overfit_batches=0.0))
+    next(iter(between_epochs))
+    assert opened[-1] == 3
 
 
 def test_ray_makes_the_tokens_that_text_data_makes(folder: str, tmp_path: Path) -> None:
