@@ -75,6 +75,11 @@ class Samples:
             if isinstance(result, RowError):
                 raise ValueError(f"sample_prompts[{number}]: {result}")  # noqa: TRY004  a setting, not a type
 
+    def forget_after(self, step: int) -> None:
+        """Leave out what comes after a step: it is of another run, which this one does not go on from."""
+        self.answers = {number: answers for number, answers in self.answers.items() if number <= step}
+        self.problems = {problem: number for problem, number in self.problems.items() if number <= step}
+
     def answer(self, task: Any) -> None:
         """Answer all, and leave no trace in what is trained: no gradient, no random number drawn. All ranks call it.
 

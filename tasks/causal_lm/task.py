@@ -305,6 +305,11 @@ class CausalLM(TextTask):
     # Samples
 
     @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self.samples.forget_after(self.trainer.global_step)
+
+    @override
     def on_validation_epoch_end(self) -> None:
         super().on_validation_epoch_end()
         if self.samples.prompts and not self.trainer.sanity_checking and self.has_tokenizer:

@@ -175,6 +175,17 @@ def test_a_sample_that_fails_is_a_warning_once_and_the_others_are_answered(tmp_p
     assert section.notes[-1].startswith("Warning: prompts 0: IndexError")
 
 
+def test_a_second_run_of_a_task_has_answers_of_its_own(tmp_path: Path) -> None:
+    task = CausalLM(config=TINY, sample_prompts=["the number"], generation={"max_new_tokens": 2})
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    found = []
+    for max_steps in (2, 1):
+        trainer = Trainer(accelerator="cpu", max_steps=max_steps, enable_model_summary=False, **quiet)
+        trainer.fit(task, make_data(tmp_path))
+        found.append(dict(task.samples.answers))
+    assert [list(answers) for answers in found] == [[2], [1]]
+
+
 @pytest.mark.parametrize(
     "error",
     [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"), DistError("lost")],
