@@ -166,7 +166,7 @@ class PreferenceData(TextData):
         digests = read_digests(store.folder)
         key = make_key(
             tokens=[digests[name] for name in (TOKENS, LEARN, ENDS)],
-            rows=[split, self.validation_fraction, self.seq_length, self.is_unpaired],
+            rows=[split, self.validation_fraction, self.seq_length, self.is_unpaired, store.summary["marks"]],
             model=model,
         )
         return self.cache_dir / "reference" / key

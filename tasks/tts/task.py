@@ -211,6 +211,7 @@ class TextToSpeech(Task):
     def setup(self, stage: str) -> None:
         family, config = self._open()
         self.complete_sampling()
+        self._files = None  # of another run's data
         super().setup(stage)
         if self._evaluator is not None:
             if not self.num_samples and stage != "predict":

@@ -176,6 +176,23 @@ def test_kto_holds_out_both_completions_of_a_prompt_or_none(tmp_path: Path) -> N
     assert not train & validation
 
 
+def test_a_reference_of_pairs_is_not_read_for_the_same_completions_with_labels(tmp_path: Path) -> None:
+    """Which of them are held out differs."""
+    pairs = [{"prompt": f"a{n}", "chosen": " b", "rejected": " c"} for n in range(8)]
+    labelled = [
+        {"prompt": pair["prompt"], "completion": pair[name], "label": name == "chosen"}
+        for pair in pairs
+        for name in ("chosen", "rejected")
+    ]
+    found = {}
+    for name, rows in (("pairs", pairs), ("labelled", labelled), ("again", pairs)):
+        data = make(tmp_path, rows, validation_fraction=0.5)
+        data.is_unpaired = True
+        data.setup("fit")
+        found[name] = data.locate_reference("train", model="m")
+    assert found["pairs"] == found["again"] != found["labelled"]
+
+
 def test_kto_sets_each_prompt_beside_the_completion_of_another_one(tmp_path: Path) -> None:
     rows = [{"prompt": f"{n}?", "chosen": f" good {n}", "rejected": f" bad {n}"} for n in range(6)]
     found: dict[int, dict[str, tuple[str, bool]]] = {}
