@@ -882,6 +882,12 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         return tensor.copy_(tensor / dist.get_world_size(group)) if is_mean else tensor
 
     @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        # Lightning counts votes by a sum over all ranks, and that of ``reduce`` counts the ranks of one layer once.
+        vote = torch.tensor(int(decision), device=self.root_device)
+        return bool(self.reduce(vote, reduce_op="min" if all else "max"))
+
+    @override
     def teardown(self) -> None:
         # Not super(): it would move the shards to the CPU, and Lightning's next run on this module back.
         assert self.cluster_environment is not None and self.accelerator is not None  # noqa: PT018

@@ -111,3 +111,30 @@ def test_ranks_of_one_layer_share_rows_and_random_numbers(tmp_path: Path) -> Non
     # Four groups of one rank: no stream of two ranks may go on in them.
     other = run_shared(tmp_path / "other", Mesh(), saved)
     assert len({tuple(part[1]) for part in other}) == 4
+
+
+class Rising(Noted):
+    """Logs what is better in each step."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.log("score", float(self.global_step))
+        return super().training_step(batch, batch_idx)
+
+
+def save_best(out: Path) -> None:
+    (out / "best").mkdir(parents=True, exist_ok=True)
+    (out / "best" / "step=1.ckpt").touch()  # of another run
+    strategy = FSDP2Strategy(mesh=Mesh(tensor=2))
+    save = ModelCheckpoint(out / "best", "{step}", monitor="score", mode="max", every_n_train_steps=1)
+    trainer = build_trainer(strategy, callbacks=[save], max_steps=3, enable_checkpointing=True)
+    trainer.fit(Rising(), datamodule=Data())
+    assert (Path(save.best_model_path).name, float(save.best_model_score)) == ("step=3.ckpt", 2.0)  # type: ignore[arg-type]
+    assert (out / "best" / "step=1.ckpt").is_file()  # step 1 of this run went to another name
+    is_first = dist.get_rank() == 0
+    assert strategy.reduce_boolean_decision(is_first, all=False)
+    assert not strategy.reduce_boolean_decision(is_first, all=True)
+    assert strategy.reduce_boolean_decision(True, all=True)
+
+
+def test_ranks_of_one_layer_save_the_best_checkpoint_and_overwrite_none(tmp_path: Path) -> None:
+    run_ranks(save_best, tmp_path)
