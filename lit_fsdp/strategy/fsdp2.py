@@ -878,8 +878,8 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         op = getattr(dist.ReduceOp, reduce_op.upper()) if isinstance(reduce_op, str) and not is_mean else reduce_op
         dist.all_reduce(tensor, op=dist.ReduceOp.SUM if is_mean else op, group=group)
         if op == dist.ReduceOp.SUM and group is None and (copies := self.data_ranks.copies) > 1 and not is_mean:
-            return tensor.copy_(tensor / copies)  # each number was counted so often
-        return tensor.copy_(tensor / dist.get_world_size(group)) if is_mean else tensor
+            return _divide(tensor, copies)  # each number was counted so often
+        return _divide(tensor, dist.get_world_size(group)) if is_mean else tensor
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -912,6 +912,11 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+
+def _divide(tensor: Tensor, number: int) -> Tensor:
+    """Divide a tensor in place, in float64: of whole numbers, float32 has those up to 2**24."""
+    return tensor.copy_(tensor.to(torch.promote_types(tensor.dtype, torch.float64)) / number)
 
 
 def _list_limited(module: nn.Module) -> list[str]:

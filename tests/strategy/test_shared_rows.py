@@ -138,3 +138,15 @@ def save_best(out: Path) -> None:
 
 def test_ranks_of_one_layer_save_the_best_checkpoint_and_overwrite_none(tmp_path: Path) -> None:
     run_ranks(save_best, tmp_path)
+
+
+def reduce_large_numbers() -> None:
+    strategy = FSDP2Strategy(mesh=Mesh(tensor=2))
+    build_trainer(strategy, max_steps=1).fit(Noted(), datamodule=Data())
+    odd = 2**24 + 1  # float32 has none
+    assert strategy.reduce(torch.tensor(odd), reduce_op="sum") == odd  # of one group of ranks
+    assert strategy.reduce(torch.tensor(odd), reduce_op="mean") == odd
+
+
+def test_whole_numbers_are_not_rounded_when_ranks_reduce_them() -> None:
+    run_ranks(reduce_large_numbers)
