@@ -36,7 +36,7 @@ class StepMemory:
     def __init__(self, module: pl.LightningModule) -> None:
         self._module = module
         self._buffers = list(_iterate_saved_buffers(module))
-        self._copies: list[tuple[int, Tensor]] = [(-1, buffer) for buffer in self._buffers]
+        self._copies: list[tuple[Tensor | None, int, Tensor | None]] = [(None, 0, None) for _ in self._buffers]
         self._metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
         self._undo: Undo = {}  # of earlier micro-batches of the step
         self._find_changes: Changes = dict
@@ -68,17 +68,18 @@ class StepMemory:
         self._undo, self._find_changes = {}, dict
 
     def _watch_buffers(self) -> Changes:
-        for i, buffer in enumerate(self._buffers):
-            if self._copies[i][0] != buffer._version:
-                self._copies[i] = buffer._version, buffer.detach().clone()
+        for i, (part, name) in enumerate(self._buffers):
+            buffer = part._buffers.get(name)
+            if not _is_unchanged(buffer, *self._copies[i][:2]):
+                version, copy = (0, None) if buffer is None else (buffer._version, buffer.detach().clone())
+                self._copies[i] = buffer, version, copy
         copies = list(self._copies)
 
         def find() -> Undo:
-            pairs = enumerate(zip(self._buffers, copies, strict=True))
             return {
-                ("buffer", i): partial(_restore_buffer, buffer, copy)
-                for i, (buffer, (version, copy)) in pairs
-                if buffer._version != version
+                ("buffer", i): partial(_restore_buffer, part, name, buffer, copy)
+                for i, ((part, name), (buffer, version, copy)) in enumerate(zip(self._buffers, copies, strict=True))
+                if not _is_unchanged(part._buffers.get(name), buffer, version)
             }
 
         return find
@@ -127,19 +128,26 @@ class StepMemory:
 _OF_LIBRARIES = frozenset(nn.Module().__dict__) | {"_trainer", "_device_mesh"}
 
 
-def _iterate_saved_buffers(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the buffers that checkpoints hold: what training changes is among them, masks and tables are not."""
+def _iterate_saved_buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yield where the buffers are that checkpoints hold: what training changes is among them, masks are not."""
     quantized = {id(layer) for _, layer in iterate_quantized(module)}
     for part in module.modules():
         if id(part) not in quantized and not isinstance(part, Metric):
             # Private, seen in torch 2.13: which buffers are not saved.
             names = part._buffers.keys() - part._non_persistent_buffers_set
-            yield from (buffer for name in sorted(names) if (buffer := part._buffers[name]) is not None)
+            yield from ((part, name) for name in sorted(names))
 
 
-def _restore_buffer(buffer: Tensor, copy: Tensor) -> None:
-    with torch.no_grad():
-        buffer.copy_(copy)
+def _is_unchanged(buffer: Tensor | None, before: Tensor | None, version: int) -> bool:
+    """Whether a buffer is the one that was there before, and was not written to."""
+    return buffer is before and (buffer is None or buffer._version == version)
+
+
+def _restore_buffer(part: nn.Module, name: str, buffer: Tensor | None, copy: Tensor | None) -> None:
+    part._buffers[name] = buffer
+    if buffer is not None and copy is not None:
+        with torch.no_grad():
+            buffer.copy_(copy)
 
 
 def _restore_metric(metric: Metric, count: int, state: dict[str, Any] | None) -> None:

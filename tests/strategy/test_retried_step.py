@@ -313,17 +313,20 @@ class Counting(pl.LightningModule):
     """Changes all kinds of things in a step, beside its gradients. Its loss is a mean over rows."""
 
     mean: Tensor
+    smooth: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1))
         self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("smooth", torch.zeros(4))
         self.seen = MeanMetric()
         self.num_steps, self.by_name = 0, {"rows": 0}
         self.rows: list[int] = []
 
     def training_step(self, batch: Tensor, _: int) -> Tensor:
         self.mean += batch.mean(0)
+        self.smooth = 0.9 * self.smooth + batch.mean(0)  # another tensor
         self.seen.update(batch)
         self.num_steps += 1
         self.rows.append(len(batch))
@@ -354,6 +357,7 @@ def fit_counting(module: Counting, faults: list[Fault], accumulate: int = 1) -> 
     return {
         "weights": torch.cat([parameter.flatten() for parameter in module.parameters()]).detach(),
         "mean": module.mean.clone(),
+        "smooth": module.smooth,
         "seen": module.seen.compute(),
         "logged": trainer.callback_metrics["loss"],
         "counts": torch.tensor([module.num_steps, len(module.rows), module.by_name["rows"]]),
