@@ -285,11 +285,7 @@ def no_sync(*roots: FSDPModule) -> Iterator[None]:
     """
     for root in roots:
         hold_scalars(cast(nn.Module, root), True)
-        for module in cast(nn.Module, root).modules():
-            # Of a unit that was never gathered FSDP2 reads gradients that are not there. Seen in torch 2.13 and 2.14;
-            # drop the condition when we need 2.15.
-            if isinstance(module, FSDPModule) and any(p.requires_grad for p in module.parameters()):
-                module.set_requires_gradient_sync(False, recurse=False)
+        root.set_requires_gradient_sync(False)
     try:
         yield
     finally:

@@ -17,6 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as _Redu
 
 # Drop it, with what uses it, when FSDP2 ends a forward that fails.
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 # The memory-efficient kernel of GPUs, the only one for float32, takes grouped heads; drop it when we need 2.14.
@@ -26,6 +27,17 @@ KEEPS_LAST_GRADIENT: bool = torch.__version__ < "2.15"
 # For ``checkpoint``: hooks on saved tensors do not see what selective mode keeps. Otherwise 2.14 warns, and says that a
 # later release will show it to them; always pass it when we need 2.14.
 HIDES_KEPT_OUTPUTS: dict[str, Any] = {"respect_saved_tensors_hooks": False} if torch.__version__ >= "2.14" else {}
+
+if torch.__version__ < "2.15":
+    # Where gradients are held, FSDP2 reads those of units that were never gathered, which have none, and fails. Drop it
+    # when we need 2.15.
+    _hold = FSDPParam.to_accumulated_grad_if_needed
+
+    def _hold_if_gathered(self: FSDPParam) -> None:
+        if hasattr(self, "_unsharded_param"):
+            _hold(self)
+
+    FSDPParam.to_accumulated_grad_if_needed = _hold_if_gathered  # type: ignore[method-assign]
 
 
 class _TakesMemory:

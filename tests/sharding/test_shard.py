@@ -278,6 +278,22 @@ def test_parameters_of_no_dimension_are_reduced_together_once_per_backward_that_
     run_ranks(body)
 
 
+def test_gradients_are_held_in_a_model_with_units_that_no_forward_has_used() -> None:
+    def body() -> None:
+        model = Stack()
+        model.spare = nn.Linear(7, 7)
+        plan = [*plan_units(model, Wrap(module_classes=["Block"]))]
+        plan = [*plan[:-1], Unit(names=("spare",), kind="block"), plan[-1]]
+        shard(model, plan=plan, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+        for is_held in (True, False):
+            with no_sync(*(find_roots(model) if is_held else [])):
+                model(torch.ones(2, 5)).sum().backward()
+        without = {name for name, parameter in model.named_parameters() if parameter.grad is None}
+        assert without == {"spare.weight", "spare.bias"}
+
+    run_ranks(body)
+
+
 def test_an_error_inside_no_sync_turns_reduction_back_on() -> None:
     def body() -> None:
         model = build()
