@@ -34,7 +34,12 @@ from lit_fsdp.sharding.low_bit import (
     check_reduced,
 )
 from lit_fsdp.sharding.scalars import hold_scalars, reduce_after_backward, replicate_scalars
-from lit_fsdp.sharding.torch_internals import get_gathered, get_shard, iterate_sharded
+from lit_fsdp.sharding.torch_internals import (
+    get_gathered,
+    get_shard,
+    iterate_sharded,
+    share_groups_after_forward,
+)
 from lit_fsdp.sharding.wrap import Unit
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step", "generate")
@@ -218,25 +223,29 @@ def shard_model(
     scalars = replicate_scalars(model, mesh, leave=whole)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": mp_policy, "offload_policy": offload_policy}
     options["ignored_params"] = whole | set(scalars)
-    is_split = mesh.size(-1) > 1
-    for unit in sorted(plan, key=_get_depth, reverse=True):
-        members = [modules[name] for name in unit.names]
-        # Head and root are used at the end of forward and the beginning of backward, nothing comes between.
-        reshard = sharding.reshard_after_forward if unit.kind in ("block", "embedding") else unit.kind == "idle"
-        fully_shard(members, reshard_after_forward=reshard, **options)
-        for member in cast(list[FSDPModule], members):
-            member.set_reduce_scatter_max_input_buffers(sharding.reduce_scatter_max_input_buffers, recurse=False)
-            member.set_reshard_after_backward(sharding.reshard_after_backward, recurse=False)
-            if not is_gathered_again(unit, sharding) and not unit.is_read_in_backward:
-                member.set_unshard_in_backward(False)
-        # The modules of a unit share what they gather and reduce with.
-        if sharding.gather_bits is not None and is_split:
-            cast(FSDPModule, members[0]).set_custom_all_gather(LowBitAllGather(sharding.gather_bits))
-        if sharding.reduce_bits is not None and is_split:
-            cast(FSDPModule, members[0]).set_custom_reduce_scatter(LowBitReduceScatter(sharding.reduce_bits))
+    with share_groups_after_forward():
+        for unit in sorted(plan, key=_get_depth, reverse=True):
+            _shard_unit(unit, [modules[name] for name in unit.names], sharding, options)
     if scalars:
         reduce_after_backward(model, list(scalars.values()), mesh)
     _set_prefetch(modules, plan, sharding)
+
+
+def _shard_unit(unit: Unit, members: list[nn.Module], sharding: Sharding, options: dict[str, Any]) -> None:
+    # Head and root are used at the end of forward and the beginning of backward, nothing comes between.
+    reshard = sharding.reshard_after_forward if unit.kind in ("block", "embedding") else unit.kind == "idle"
+    fully_shard(members, reshard_after_forward=reshard, **options)
+    for member in cast(list[FSDPModule], members):
+        member.set_reduce_scatter_max_input_buffers(sharding.reduce_scatter_max_input_buffers, recurse=False)
+        member.set_reshard_after_backward(sharding.reshard_after_backward, recurse=False)
+        if not is_gathered_again(unit, sharding) and not unit.is_read_in_backward:
+            member.set_unshard_in_backward(False)
+    is_split = options["mesh"].size(-1) > 1
+    # The modules of a unit share what they gather and reduce with.
+    if sharding.gather_bits is not None and is_split:
+        cast(FSDPModule, members[0]).set_custom_all_gather(LowBitAllGather(sharding.gather_bits))
+    if sharding.reduce_bits is not None and is_split:
+        cast(FSDPModule, members[0]).set_custom_reduce_scatter(LowBitReduceScatter(sharding.reduce_bits))
 
 
 def list_whole(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as _AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as _ReduceScatter
 
@@ -53,6 +55,29 @@ class AllGather(_TakesMemory, _AllGather):
 
 class ReduceScatter(_TakesMemory, _ReduceScatter):
     """What ``set_custom_reduce_scatter`` takes."""
+
+
+@contextmanager
+def share_groups_after_forward() -> Iterator[None]:
+    """Let units that are sharded in this context, on one mesh, stay split over the same groups of ranks after forward.
+
+    Each ``fully_shard`` makes two groups of its own, seen in torch 2.13: connections of gloo, or memory for NCCL.
+    """
+    module: Any = _fully_shard
+    make, made = module._get_post_forward_mesh_info, {}
+
+    def make_once(size: bool | int, mesh_info: Any) -> Any:
+        if isinstance(size, bool):  # needs none
+            return make(size, mesh_info)
+        if size not in made:
+            made[size] = make(size, mesh_info)
+        return made[size]
+
+    module._get_post_forward_mesh_info = make_once
+    try:
+        yield
+    finally:
+        module._get_post_forward_mesh_info = make
 
 
 def set_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:

@@ -294,6 +294,16 @@ def test_gradients_are_held_in_a_model_with_units_that_no_forward_has_used() -> 
     run_ranks(body)
 
 
+def test_units_that_stay_split_over_some_ranks_share_two_groups() -> None:
+    def body() -> None:
+        groups = dist.distributed_c10d._world.pg_map
+        num_before = len(groups)
+        shard(Stack(), sharding=Sharding(reshard_after_forward=2))
+        assert len(groups) == num_before + 2
+
+    run_ranks(body, world_size=4)
+
+
 def test_an_error_inside_no_sync_turns_reduction_back_on() -> None:
     def body() -> None:
         model = build()
