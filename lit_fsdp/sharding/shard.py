@@ -309,13 +309,18 @@ def broadcast_parameters(model: nn.Module) -> None:
     """Give all ranks the parameters and buffers of rank 0, as DDP does. Before sharding.
 
     Ranks that drew their own random numbers would shard different models. One broadcast per tensor; those on
-    the meta device are left out, as they hold nothing yet.
+    the meta device are left out, as they hold nothing yet. What is expanded, or a part of another tensor, becomes one
+    of its own where it was not that of rank 0.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     for tensor in (*model.parameters(), *model.buffers()):
-        if not tensor.is_meta:
-            dist.broadcast(tensor.data, src=0)
+        if not tensor.is_meta and tensor.numel():
+            # As gloo writes past the elements of other ones (seen in torch 2.13), and does not know every dtype.
+            whole = tensor.data.contiguous()
+            dist.broadcast(whole.view(-1).view(torch.uint8), src=0)
+            if not (tensor.is_contiguous() or torch.equal(whole, tensor.data)):
+                tensor.data = whole
 
 
 def reshard(model: nn.Module) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.utils.parametrize import register_parametrization
 
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing, apply_activation_checkpointing
+from lit_fsdp.sharding.mesh import gather_objects
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
 from lit_fsdp.sharding.roots import split_by_child
 from lit_fsdp.sharding.shard import (
@@ -312,6 +313,26 @@ def test_an_error_inside_no_sync_turns_reduction_back_on() -> None:
             raise RuntimeError("a bad batch")
         assert count_collectives(model)[1] == 5
         assert all(p.grad is not None for p in model.parameters())
+
+    run_ranks(body)
+
+
+def test_ranks_begin_with_the_tensors_of_rank_0_whatever_their_layout_and_dtype() -> None:
+    def body() -> None:
+        memory = torch.arange(64.0) + 100 * dist.get_rank()
+        made = {"expanded": memory[:1].expand(8), "part": memory.view(8, 8)[:, :2], "turned": memory.view(8, 8).t()}
+        made |= {f"{dtype}": (memory[:4] % 7).to(dtype) for dtype in (torch.bool, torch.int16, torch.float8_e4m3fn)}
+        expected = gather_objects({name: tensor.float().clone() for name, tensor in made.items()})[0]
+        before = memory.clone()
+        model = nn.Module()
+        model.weight = nn.Parameter(made["part"])
+        for name, tensor in made.items():
+            model.register_buffer(name.removeprefix("torch."), tensor)
+        broadcast_parameters(model)
+        for name, value in expected.items():
+            assert torch.equal(model.get_buffer(name.removeprefix("torch.")).float(), value), name
+        assert torch.equal(model.weight, expected["part"])
+        assert torch.equal(memory, before)  # nothing is written beside them
 
     run_ranks(body)
 
