@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from datetime import timedelta
+from typing import Any, Literal, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lit_fsdp.sharding.torch_internals import set_timeout
+
+Made = TypeVar("Made")
+
+_MADE: WeakKeyDictionary[dist.ProcessGroup, dict[Any, Any]] = WeakKeyDictionary()  # by the group of all ranks
 
 
 class MeshSizes(NamedTuple):
@@ -182,10 +189,14 @@ def build_mesh(
     sizes = mesh.resolve(world_size=world_size, ranks_per_node=ranks_per_node)
     dims = {"replicate": sizes.replicate, "shard": sizes.num_shards, "tensor": sizes.tensor}
     dims = {name: size for name, size in dims.items() if size > 1 or name == "shard"}
-    made = init_device_mesh(device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
-    if len(dims) > 1:
-        _set_timeouts(made, timeout_s)
-    return made
+
+    def make() -> DeviceMesh:
+        made = init_device_mesh(device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+        if len(dims) > 1:
+            _set_timeouts(made, timeout_s)
+        return made
+
+    return make_once(make, "mesh", device_type, *dims.items(), timeout_s)
 
 
 def build_sequence_mesh(
@@ -197,9 +208,34 @@ def build_sequence_mesh(
     """
     sizes = mesh.resolve(world_size=world_size, ranks_per_node=ranks_per_node)
     shape = (sizes.num_data_ranks, sizes.sequence, sizes.tensor)
-    made = init_device_mesh(device_type, shape, mesh_dim_names=("data", "sequence", "tensor"))
-    _set_timeouts(made, timeout_s)
-    return made["sequence"]
+
+    def make() -> DeviceMesh:
+        made = init_device_mesh(device_type, shape, mesh_dim_names=("data", "sequence", "tensor"))
+        _set_timeouts(made, timeout_s)
+        return made["sequence"]
+
+    return make_once(make, "sequence", device_type, shape, timeout_s)
+
+
+def make_group(name: str, timeout_s: float) -> dist.ProcessGroup:
+    """Return a group of all ranks over gloo that nothing with another name uses. All ranks must call it."""
+
+    def make() -> dist.ProcessGroup:
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        assert group is not None
+        return group
+
+    return make_once(make, "group", name, timeout_s)
+
+
+def make_once(make: Callable[[], Made], *key: Any) -> Made:
+    """Return what was made under this key for an earlier run in this process; groups keep connections and memory."""
+    world = dist.group.WORLD
+    assert world is not None
+    made = _MADE.setdefault(world, {})
+    if key not in made:
+        made[key] = make()
+    return made[key]
 
 
 def get_fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:

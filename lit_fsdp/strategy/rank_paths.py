@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import TypeVar
 from zlib import crc32
 
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lit_fsdp.errors import join_names
-from lit_fsdp.sharding.mesh import gather_objects, get_fsdp_mesh
+from lit_fsdp.sharding.mesh import gather_objects, get_fsdp_mesh, make_group
 from lit_fsdp.sharding.shard import find_roots
 from lit_fsdp.sharding.torch_internals import UnitInternals, list_units
 from lit_fsdp.strategy.roll_call import name_ranks
@@ -112,7 +111,7 @@ class RankPaths:
         self._units, self._is_deferred = units, is_deferred
         self._path = _Path()
         self._begun: _Comparison | None = None
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._group = make_group("paths", timeout_s)
         self._sharing, self._reducing = _list_groups(mesh)
         modules = {part: name for name, part in module.named_modules()}
         parameters = {id(parameter): name for name, parameter in module.named_parameters()}

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]  # as in roll_call.py
 
 from lit_fsdp.sharding.collective_log import CollectiveLog, WorkStopped
-from lit_fsdp.sharding.mesh import gather_objects
+from lit_fsdp.sharding.mesh import gather_objects, make_group
 from lit_fsdp.strategy.roll_call import get_store, wait_until
 
 _POLL_S = 0.1
@@ -61,7 +61,7 @@ class StepAgreement:
             return
         self._log = CollectiveLog()
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._group = make_group("steps", timeout_s)
         store = get_store(f"steps/{next(_agreements)}")
         self._store = store
         # A connection of its own: one that is shared would wait as long as the rank waits in it.

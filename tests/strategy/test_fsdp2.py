@@ -198,6 +198,19 @@ def test_parameters_and_optimizer_state_are_sharded(tmp_path: Path) -> None:
     run_ranks(look_inside, save_model(tmp_path / "model", **EVEN))
 
 
+def fit_twice(folder: Path) -> None:
+    counts = []
+    for _ in range(2):
+        strategy = FSDP2Strategy(mesh=Mesh(replicate=2), oom_retries=1)
+        build_trainer(strategy, max_steps=1).fit(build_task(folder), Rows(64, 4))
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+    assert counts[0] == counts[1]
+
+
+def test_a_second_run_in_a_process_makes_no_more_process_groups(tmp_path: Path) -> None:
+    run_ranks(fit_twice, save_model(tmp_path / "model", **EVEN))
+
+
 def load_from(path: Path, folder: Path, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_trainer(FSDP2Strategy(print_plan=False)).fit(build_task(folder), Rows(64, 4), ckpt_path=path)
