@@ -37,6 +37,7 @@ class FSDP2Precision(Precision):
         self.precision = precision  # type: ignore[assignment]  # Lightning allows a fixed set of names
         self.mixed_precision = read_precision(precision).override(override)
         self.scaler = ShardedGradScaler(device_type) if self.mixed_precision.needs_loss_scaling else None
+        self._is_unscaled = False  # whether the step that is made has taken the scale out of its gradients
         self.overlapped_steps: OverlappedSteps | None = None  # of the run, if it shall defer them
 
     @override
@@ -62,7 +63,11 @@ class FSDP2Precision(Precision):
             return result
         # Before the hooks and clipping, which shall see the true gradients.
         self.scaler.unscale_(optimizer)  # type: ignore[arg-type]
-        self._after_closure(model, optimizer)
+        self._is_unscaled = True
+        try:
+            self._after_closure(model, optimizer)
+        finally:
+            self._is_unscaled = False
         steps = self.overlapped_steps
         with nullcontext() if steps is None else steps.defer(optimizer):  # type: ignore[arg-type]
             step_output = self.scaler.step(optimizer, **kwargs)  # type: ignore[arg-type]
@@ -72,11 +77,15 @@ class FSDP2Precision(Precision):
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         scale = None if self.overlapped_steps is None else self.overlapped_steps.scale_before_step
-        clip_grad_norm(self.main_params(optimizer), float(clip_val), scale=scale)
+        clip_grad_norm(self.main_params(optimizer), self._scale_limit(clip_val), scale=scale)
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        clip_grad_value(self.main_params(optimizer), float(clip_val))
+        clip_grad_value(self.main_params(optimizer), self._scale_limit(clip_val))
+
+    def _scale_limit(self, limit: float) -> float:
+        """Return a limit for gradients as they are, which before a step, as under manual optimization, are scaled."""
+        return float(limit) if self.scaler is None or self._is_unscaled else limit * self.scaler.get_scale()
 
     @override
     def state_dict(self) -> dict[str, Any]:

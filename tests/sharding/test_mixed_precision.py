@@ -199,6 +199,25 @@ def test_hooks_and_clipping_see_unscaled_gradients(monkeypatch: pytest.MonkeyPat
     assert FSDP2Precision("bf16-mixed").state_dict() == {}
 
 
+@pytest.mark.parametrize("how", ["norm", "value"])
+def test_gradients_that_are_clipped_before_the_step_are_clipped_as_they_will_be_in_it(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under manual optimization, where ``training_step`` calls ``clip_gradients``."""
+    plugin = FSDP2Precision("16-mixed", device_type="cpu")
+    weight = nn.Parameter(torch.tensor([3.0]))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    model: Any = Module()
+    monkeypatch.setattr(plugin, "_after_closure", lambda *_: None)
+    monkeypatch.setattr("lightning.pytorch.trainer.call._call_callback_hooks", lambda *_, **__: None)
+    monkeypatch.setattr("lightning.pytorch.trainer.call._call_lightning_module_hook", lambda *_, **__: None)
+    model.trainer = None
+    plugin.pre_backward((weight * 2).sum(), model).backward()
+    getattr(plugin, f"clip_grad_by_{how}")(optimizer, 0.5)
+    plugin.optimizer_step(optimizer, model, lambda: torch.zeros(()))
+    assert weight.item() == pytest.approx(2.5, abs=1e-5)
+
+
 def test_the_plugin_clips_shards_like_torch_clips_the_whole() -> None:
     def body() -> None:
         for how, limit in (("norm", 0.05), ("value", 0.01)):
