@@ -22,6 +22,20 @@ def collect_state(model: nn.Module, optimizer: Optimizer, options: StateDictOpti
     return {**state, "state": {}} if is_new and state else state
 
 
+def make_loadable_state(
+    model: nn.Module, optimizer: Optimizer, options: StateDictOptions | None = None
+) -> dict[str, Any]:
+    """Return the state of an optimizer to load into; all ranks must call it. One without any gets zeros.
+
+    Torch makes none where it finds gradients, and would then load nothing; seen in 2.13. Those here are an earlier
+    run's.
+    """
+    if not optimizer.state:
+        optimizer.zero_grad()
+    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=options)
+    return state
+
+
 def drop_state(optimizer: Optimizer, groups: Collection[dict[str, Any]], names: Collection[str]) -> None:
     """Let parameters begin as before their first step.
 

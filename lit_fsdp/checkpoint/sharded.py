@@ -33,7 +33,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
@@ -50,7 +49,7 @@ from lit_fsdp.checkpoint.manifest import (
     is_complete,
     write_manifest,
 )
-from lit_fsdp.checkpoint.optimizer_state import drop_state
+from lit_fsdp.checkpoint.optimizer_state import drop_state, make_loadable_state
 from lit_fsdp.checkpoint.places import get_save_number, put_in_place, remove_older, write_beside
 from lit_fsdp.checkpoint.remote import Location, RemotePath
 from lit_fsdp.checkpoint.space import SHARED, wait_for
@@ -236,7 +235,7 @@ def load_checkpoint(
         prepare(meta)
     state: dict[str, Any] = {"state_dict": get_trained_state(model) if is_part else get_model_state_dict(model)}
     for i, optimizer in enumerate(optimizers):
-        state[f"optimizer_{i}"] = get_optimizer_state_dict(model, optimizer, options=options)
+        state[f"optimizer_{i}"] = make_loadable_state(model, optimizer, options)
     _check_model(path, state["state_dict"], stored, strict=strict)
     groups = [[dict(group) for group in state[f"optimizer_{i}"]["param_groups"]] for i in range(len(optimizers))]
     without_step = [_take_out_unstepped(path, metadata, state, i, optimizer) for i, optimizer in enumerate(optimizers)]

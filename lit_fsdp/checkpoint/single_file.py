@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
@@ -26,7 +25,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
 from lit_fsdp.checkpoint.latest import SAVE_NUMBER, has_end
 from lit_fsdp.checkpoint.leftovers import make_room
 from lit_fsdp.checkpoint.manifest import Verify
-from lit_fsdp.checkpoint.optimizer_state import collect_state, drop_state
+from lit_fsdp.checkpoint.optimizer_state import collect_state, drop_state, make_loadable_state
 from lit_fsdp.checkpoint.places import put_in_place, remove_older, write_beside
 from lit_fsdp.checkpoint.remote import Location, RemotePath
 from lit_fsdp.checkpoint.sharded import agree, check_optimizers, check_same_groups, check_same_optimizer, to_plain
@@ -111,7 +110,7 @@ def load_single_file(
     if prepare is not None:
         prepare(meta)
     # A collective for some optimizers, so on every rank.
-    present: list[Any] = [get_optimizer_state_dict(model, optimizer) for optimizer in optimizers]
+    present: list[Any] = [make_loadable_state(model, optimizer) for optimizer in optimizers]
     states: list[dict[str, Any]] = [{} for _ in optimizers]
 
     def name_states() -> list[Any]:

@@ -17,6 +17,7 @@ from fixed_gradients import (
     read_all,
     run_steps,
     save_run,
+    set_gradients,
 )
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -88,6 +89,19 @@ def test_a_run_goes_on_to_the_bit_on_as_many_ranks_and_closely_on_others(
             assert max(differences.values()) <= TOLERANCES[name], differences
 
     run_ranks(body, world_size=world_size)
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_gradients_that_an_earlier_run_left_keep_no_state_from_coming_back(kind: str, tmp_path: Path) -> None:
+    def body() -> None:
+        save_run(tmp_path, *build_with(torch.optim.AdamW, {"lr": 1e-3}, 1))
+        now, _ = torch.load(tmp_path / "truth")
+        module, optimizer = build_with(torch.optim.AdamW, {"lr": 1e-3}, 1)
+        set_gradients(module, 0)
+        load_run(tmp_path, kind, module, optimizer)
+        assert list_unequal(read_all(module, optimizer), now) == []
+
+    run_ranks(body, world_size=1)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
