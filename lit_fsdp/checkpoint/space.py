@@ -192,8 +192,10 @@ def _list_trained(optimizer: Optimizer) -> list[Tensor]:
 
 @torch.no_grad()
 def _count_sharded(optimizer: ShardOptimizer) -> int:
-    # Made for one parameter after the other, so there is memory for it: the first step makes them all.
-    return sum(count_bytes(optimizer.make_state(p)) for p in _list_trained(optimizer))
+    # On the meta device: pages of 8-bit AdamW are never given back.
+    return sum(
+        count_bytes(optimizer.make_state(p, torch.empty_like(p, device="meta"))) for p in _list_trained(optimizer)
+    )
 
 
 def _step_without_memory(optimizer: Optimizer) -> int | None:

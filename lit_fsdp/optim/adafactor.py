@@ -74,15 +74,15 @@ class Adafactor(ShardOptimizer):
         return ["row_var", "col_var"] if parameter.ndim > 1 else ["variance"]
 
     @override
-    def make_state(self, parameter: Tensor) -> list[Tensor]:
+    def make_state(self, parameter: Tensor, like: Tensor) -> list[Tensor]:
         dtype = _choose_dtype(parameter)
-        if parameter.ndim < 2:
-            return [make_zeros(parameter, dtype)]
-        row_var = make_zeros(parameter[..., :1], dtype)  # [..., rows, 1]
-        if parameter.ndim > 2:
-            return [row_var, make_zeros(parameter[..., :1, :], dtype)]
+        if like.ndim < 2:
+            return [make_zeros(like, dtype)]
+        row_var = make_zeros(like[..., :1], dtype)  # [..., rows, 1]
+        if like.ndim > 2:
+            return [row_var, make_zeros(like[..., :1, :], dtype)]
         # The same on all ranks.
-        return [row_var, torch.zeros(1, parameter.shape[1], dtype=dtype, device=to_local(parameter).device)]
+        return [row_var, torch.zeros(1, like.shape[1], dtype=dtype, device=to_local(like).device)]
 
 
 def _choose_dtype(parameter: Tensor) -> torch.dtype:

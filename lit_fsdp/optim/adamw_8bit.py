@@ -112,17 +112,17 @@ class AdamW8bit(ShardOptimizer):
         return [*(_8BIT_NAMES if is_8bit(parameter.shape) else ("exp_avg", "exp_avg_sq"))]
 
     @override
-    def make_state(self, parameter: Tensor) -> list[Tensor]:
+    def make_state(self, parameter: Tensor, like: Tensor) -> list[Tensor]:
         if not is_8bit(parameter.shape):
-            return [make_zeros(parameter, torch.float32) for _ in range(2)]
+            return [make_zeros(like, torch.float32) for _ in range(2)]
         num_blocks = ceil(parameter.shape[1:].numel() / BLOCK_SIZE)
-        scales = [make_zeros(parameter.flatten(1)[:, :num_blocks], torch.float32) for _ in range(2)]
-        return [*(self._make_codes(parameter) for _ in range(2)), *scales]
+        scales = [make_zeros(like.flatten(1)[:, :num_blocks], torch.float32) for _ in range(2)]
+        return [*(self._make_codes(like) for _ in range(2)), *scales]
 
     def _make_codes(self, parameter: Tensor) -> Tensor:
         local = to_local(parameter)
         is_aligned = parameter.shape[1:].numel() % BLOCK_SIZE == 0  # else kernels get copies with padding
-        if not (self._is_paged and is_aligned and local.numel() >= _MIN_PAGED_SIZE):
+        if local.is_meta or not (self._is_paged and is_aligned and local.numel() >= _MIN_PAGED_SIZE):
             return make_zeros(parameter, torch.uint8)
         kernels = _load_functional()
         pages: Tensor = kernels.get_paged(*local.shape, dtype=torch.uint8, device=local.device)

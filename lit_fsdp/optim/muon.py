@@ -196,8 +196,8 @@ class Muon(ShardOptimizer):
         return ["momentum_buffer"] if self._is_hidden(parameter) else ["exp_avg", "exp_avg_sq"]
 
     @override
-    def make_state(self, parameter: Tensor) -> list[Tensor]:
-        return [make_zeros(parameter, parameter.dtype) for _ in self.name_state(parameter)]
+    def make_state(self, parameter: Tensor, like: Tensor) -> list[Tensor]:
+        return [make_zeros(like, like.dtype) for _ in self.name_state(parameter)]
 
     def _is_hidden(self, parameter: Tensor) -> bool:
         if parameter not in self._hidden:  # added since, or others have taken its place

@@ -56,8 +56,11 @@ class ShardOptimizer(Optimizer):
         """Return the names of the tensors kept for a parameter, beside the number of steps."""
         raise NotImplementedError
 
-    def make_state(self, parameter: Tensor) -> list[Tensor]:
-        """Return these tensors as they are before the first step. Called without gradients."""
+    def make_state(self, parameter: Tensor, like: Tensor) -> list[Tensor]:
+        """Return these tensors as they are before the first step. Called without gradients.
+
+        They are where ``like`` is: the parameter itself, or on the meta device.
+        """
         raise NotImplementedError
 
     def count_step(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -65,7 +68,7 @@ class ShardOptimizer(Optimizer):
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros(())
-            state.update(zip(self.name_state(parameter), self.make_state(parameter), strict=True))
+            state.update(zip(self.name_state(parameter), self.make_state(parameter, parameter), strict=True))
         state["step"] += 1
         return state
 

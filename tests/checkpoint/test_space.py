@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fixed_gradients import build_weights, run_steps, shard
 from launches import fork_ranks, write_run
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -63,6 +64,23 @@ def test_what_an_optimizer_will_keep_is_known_without_a_step(name: str) -> None:
     optimizer.step()
     assert estimate == pytest.approx(count(optimizer), abs=8)  # but for the counts of steps
     assert estimate_state_bytes([optimizer]) == count(optimizer)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "muon", "8bit"])
+def test_the_state_of_shards_is_counted_without_memory(name: str) -> None:
+    def body() -> None:
+        module = shard(build_weights())
+        optimizer: Any = OPTIMIZERS[name](module.parameters())
+        make, made = optimizer.make_state, []
+        optimizer.make_state = lambda *given: made.append(make(*given)) or made[-1]
+        optimizer._is_paged = True  # pages are for GPUs, and never given back
+        estimate = estimate_state_bytes([optimizer])
+        assert all(tensor.is_meta for tensors in made for tensor in tensors)
+        optimizer._is_paged = False
+        run_steps(module, optimizer, range(1))
+        assert estimate == estimate_state_bytes([optimizer]) - 4 * len(optimizer.state)  # the counts of steps
+
+    run_ranks(body)
 
 
 class Lookahead(torch.optim.Optimizer):
