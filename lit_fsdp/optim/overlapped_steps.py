@@ -107,7 +107,9 @@ class OverlappedSteps:
         self.norms: dict[Tensor, Tensor] = {}  # of this rank's part of gradients, once a backward has ended
         self._units = [_Unit(internals) for root in roots for internals in list_units(root)]
         self._gathered: list[_Unit] = []  # since the last step, in this order
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="optimizer")
+        # A thread begins on GPU 0, where waiting for an event would open a context.
+        start: Any = (torch.cuda.set_device, (torch.cuda.current_device(),)) if torch.cuda.is_initialized() else ()
+        self._pool = ThreadPoolExecutor(1, "optimizer", *start)
         self._arrivals: deque[Future[None]] = deque()
         self._additions: deque[Future[None]] = deque()
         self._factor: _Number | None = None

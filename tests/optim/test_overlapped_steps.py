@@ -1,5 +1,6 @@
 """Steps of an optimizer beside forward and backward: the same bits as one step after the other."""
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,17 @@ def fall_back(folder: Path, build: Callable[[Path], Any], callbacks: list[Any], 
     with pytest.warns(UserWarning, match=message) as caught:
         trainer.fit(build(folder), Rows(64, 4))
     assert sum("overlap_optimizer" in str(warning.message) for warning in caught) == 1
+
+
+def test_the_thread_has_the_gpu_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[tuple[str, int]] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda d: chosen.append((threading.current_thread().name, d)))
+    steps = OverlappedSteps([])
+    steps._pool.submit(int).result()
+    steps.close()
+    assert chosen == [("optimizer_0", 3)]
 
 
 @pytest.mark.full
