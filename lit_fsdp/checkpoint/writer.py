@@ -110,9 +110,14 @@ class CheckpointWriter:
         self._left_out = list_left_out(model, self.checkpoint_format, self.save_frozen)
 
     def begin(self, folders: Collection[Location]) -> None:
-        """Tidy the folders of a run, and number its saves from the last one there on; rank 0 must call it."""
-        tidy_folders(folders, self.report)
-        self.save_number = max(self.save_number, find_last_number(folders))
+        """Tidy the folders of a run, and number its saves from the last one there on; all ranks must call it."""
+
+        def tidy() -> None:
+            tidy_folders(folders, self.report)
+            self.save_number = max(self.save_number, find_last_number(folders))
+
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        agree(lambda: tidy() if is_first else None)  # of a store that does not answer all ranks shall know
 
     def go_on_from(self, path: Location) -> None:
         """Number saves from that of a checkpoint on, wherever it lies."""

@@ -438,7 +438,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
             self.settings.check_unchanged(used, type(module).__name__)
         else:
             self._shard(module)
-        if is_fitting and self.is_global_zero:
+        if is_fitting:
             self._writer.begin([*self.checkpoint_folders, *list_checkpoint_folders(trainer)])
         self._writer.choose_parameters(module)
         self._fill(module)

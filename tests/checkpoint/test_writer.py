@@ -7,6 +7,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ from lit_fsdp.checkpoint.manifest import (
     read_position,
     write_manifest,
 )
+from lit_fsdp.checkpoint.remote import RemotePath, UnreachableError
 from lit_fsdp.checkpoint.sharded import agree, save_checkpoint
 from lit_fsdp.checkpoint.writer import CheckpointFormat, CheckpointWriter
 from lit_fsdp.sharding.random_state import collect_random_state, reseed, restore_random_state
@@ -402,6 +404,18 @@ def fail_beside_training(folder: Path) -> None:
 
 def fail_to_write(*_: Any) -> Any:
     raise OSError("no space left on this imaginary device")
+
+
+def test_folders_that_rank_0_cannot_look_into_end_the_run_on_all_ranks() -> None:
+    def body() -> None:
+        with (
+            pytest.raises(RuntimeError, match="rank 0: memory://bucket: no answer"),
+            pytest.MonkeyPatch.context() as patch,
+        ):
+            patch.setattr(RemotePath, "glob", Mock(side_effect=UnreachableError("memory://bucket: no answer")))
+            CheckpointWriter(is_async=False, report=print).begin([RemotePath("memory://bucket")])
+
+    run_ranks(body)
 
 
 def test_an_error_beside_training_surfaces_and_keeps_the_older_checkpoint(tmp_path: Path) -> None:
