@@ -86,11 +86,8 @@ def _tidy_place(place: Path, report: Callable[[str], None]) -> None:
     beside, old = name_beside(place), name_replaced(place)
     whole = [path for path in (place, beside, old) if path.exists() and is_whole(path)]
     newest = max(whole, key=lambda path: measure_age(path).key, default=None)
-    if newest == beside:
-        put_in_place(place, beside)
-    elif newest == old and not place.exists():
-        old.rename(place)
-    if newest in (beside, old):
+    if newest is not None and (newest == beside or not place.exists()):
+        put_in_place(place, newest)
         report(f"{place}: the save of it was interrupted when it was complete: put in its place")
     # The older one goes only where a whole one is left.
     for path in (beside, *([old] if is_whole(place) else [])):

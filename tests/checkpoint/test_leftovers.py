@@ -101,6 +101,15 @@ def test_the_next_save_keeps_what_the_killed_one_had_completed(tmp_path: Path, m
     assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
 
 
+def test_an_older_one_stays_beside_one_that_was_damaged_since_and_nothing_else_is_said(tmp_path: Path) -> None:
+    save(tmp_path / "last.ckpt", 2)
+    save(tmp_path / ".last.ckpt.replaced", 1)
+    (tmp_path / "last.ckpt" / MANIFEST).unlink()
+    said: list[str] = []
+    tidy_folders([tmp_path], said.append)
+    assert (read(tmp_path / ".last.ckpt.replaced"), said) == (1, [])
+
+
 def list_names(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
