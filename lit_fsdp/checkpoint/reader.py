@@ -137,7 +137,8 @@ def open_checkpoint(path: Location, verify: Verify = "sizes") -> StoredCheckpoin
 def build_on_meta(checkpoint: StoredCheckpoint, **changes: Any) -> PreTrainedModel:
     """Return the model of ``config.json`` without weights, for names, shapes and ties; with a changed configuration."""
     with tempfile.TemporaryDirectory() as name:
-        (Path(name) / "config.json").write_text(str(checkpoint.files["config.json"]))
+        content = checkpoint.files["config.json"]
+        (Path(name) / "config.json").write_bytes(content if isinstance(content, bytes) else content.encode())
         config = AutoConfig.from_pretrained(name, trust_remote_code=False, **changes)
     architecture = (config.architectures or ["?"])[0]
     model_class = getattr(transformers, architecture, None)

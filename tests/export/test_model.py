@@ -233,8 +233,9 @@ def test_a_checkpoint_of_another_task_or_model_is_refused_by_name(checkpoint: Pa
     message = "model.embed_tokens.weight has shape (70, 32), that of LlamaForCausalLM (67, 32)"
     assert message in refuse(tmp_path / "wide", out)
     config = files["config.json"].replace("LlamaForCausalLM", "LlamaForPoetry")
-    save_checkpoint(tmp_path / "unknown", join_states(state, []), meta={EXPORT: {"config.json": config}})
-    assert "holds a LlamaForPoetry" in refuse(tmp_path / "unknown", out)
+    for content in (config, config.encode()):
+        save_checkpoint(tmp_path / "unknown", join_states(state, []), meta={EXPORT: {"config.json": content}})
+        assert "holds a LlamaForPoetry" in refuse(tmp_path / "unknown", out)
 
 
 def test_wrong_settings_are_refused(checkpoint: Path, tmp_path: Path) -> None:
