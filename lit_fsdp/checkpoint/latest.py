@@ -6,6 +6,7 @@ import os
 import re
 import zipfile
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from lit_fsdp.checkpoint.remote import Location, RemotePath
 from lit_fsdp.checkpoint.untrusted import load_plain
 
 SAVE_NUMBER = "save_number"  # in a single file
+_NUM_LOOKS = 5
 _MAX_DEPTH = 2  # of folders below one of checkpoints that are searched
 _OF_RANK_0, _OF_DEEPSPEED = "meta.pt", "checkpoint"  # in folders of Lightning's strategies, seen in lightning 2.6.6
 
@@ -66,7 +68,7 @@ def find_last_checkpoint(
             misfits[target] = why
         return target not in misfits
 
-    ages = {entry: measure_age(entry) for folder in folders for entry in _list_entries(folder)}
+    ages = _measure_ages(folders)
 
     def sort_key(entry: Location) -> tuple[Any, ...]:
         # A link after its target, so that only a link that leads nowhere is reported.
@@ -116,8 +118,7 @@ def find_other_checkpoint(folders: Iterable[Location]) -> Location | None:
 
 def find_last_number(folders: Iterable[Location]) -> int:
     """Return the highest number of a save in these folders, 0 if there is none."""
-    ages = (measure_age(entry) for folder in folders for entry in _list_entries(folder))
-    return max((age.save_number for age in ages), default=0)
+    return max((age.save_number for age in _measure_ages(folders).values()), default=0)
 
 
 def describe_interruption(folders: Iterable[Location]) -> str:
@@ -204,6 +205,15 @@ def _list_entries(folder: Location, depth: int = _MAX_DEPTH) -> list[Location]:
         below = (e for e in folder.glob(pattern) if not e.name.startswith(".") and e.suffix != ".ckpt" and e.is_dir())
         found += [entry for other in below for entry in _list_entries(other, depth - 1)]
     return found
+
+
+def _measure_ages(folders: Iterable[Location]) -> dict[Location, Age]:
+    """Return how old all checkpoints in folders are; looks again where one gets another name meanwhile, or goes."""
+    folders = list(folders)
+    for _ in range(_NUM_LOOKS - 1):
+        with suppress(FileNotFoundError):
+            return {entry: measure_age(entry) for folder in folders for entry in _list_entries(folder)}
+    return {entry: measure_age(entry) for folder in folders for entry in _list_entries(folder)}
 
 
 def _read_single_file(path: Location) -> tuple[int, int | None] | None:

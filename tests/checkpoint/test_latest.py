@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lit_fsdp.checkpoint import latest
 from lit_fsdp.checkpoint.latest import (
     SAVE_NUMBER,
     describe_interruption,
@@ -41,6 +42,19 @@ def test_the_newest_over_all_folders_is_taken_whatever_its_step_and_name(tmp_pat
     assert said == []
     make(tmp_path / "0" / "step=7.ckpt", 3)
     assert find_last_checkpoint(folders) == tmp_path / "0" / "step=7.ckpt"
+
+
+def test_one_that_is_put_in_its_place_meanwhile_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path / "old.ckpt", 1, save_number=1)
+    hidden = make(tmp_path / ".new.ckpt.incomplete", 2, save_number=2)
+
+    def put_and_read(folder: Path) -> tuple[int, int | None] | None:
+        if folder == hidden:
+            hidden.rename(tmp_path / "new.ckpt")
+        return read_position(folder)
+
+    monkeypatch.setattr(latest, "read_position", put_and_read)
+    assert find_last_checkpoint([tmp_path], pytest.fail) == tmp_path / "new.ckpt"
 
 
 def test_what_is_newer_but_incomplete_is_passed_over_with_a_line(tmp_path: Path) -> None:
