@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.optim import Optimizer
+
+KERNELS = ("foreach", "fused", "capturable")  # settings by which torch chooses some, whose results are alike
 
 
 def collect_state(model: nn.Module, optimizer: Optimizer, options: StateDictOptions | None = None) -> dict[str, Any]:
@@ -34,6 +36,12 @@ def make_loadable_state(
         optimizer.zero_grad()
     state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=options)
     return state
+
+
+def keep_kernels(own: Iterable[Mapping[str, Any]], loaded: Iterable[dict[str, Any]]) -> None:
+    """Let loaded groups step with the kernels of this run: by these torch chooses where it counts steps."""
+    for ours, theirs in zip(own, loaded, strict=True):
+        theirs.update({name: ours[name] for name in KERNELS if name in ours})
 
 
 def drop_state(optimizer: Optimizer, groups: Collection[dict[str, Any]], names: Collection[str]) -> None:

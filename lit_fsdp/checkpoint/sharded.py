@@ -49,7 +49,7 @@ from lit_fsdp.checkpoint.manifest import (
     is_complete,
     write_manifest,
 )
-from lit_fsdp.checkpoint.optimizer_state import drop_state, make_loadable_state
+from lit_fsdp.checkpoint.optimizer_state import drop_state, keep_kernels, make_loadable_state
 from lit_fsdp.checkpoint.places import get_save_number, put_in_place, remove_older, write_beside
 from lit_fsdp.checkpoint.remote import Location, RemotePath
 from lit_fsdp.checkpoint.space import SHARED, wait_for
@@ -247,6 +247,7 @@ def load_checkpoint(
     set_model_state_dict(model, state["state_dict"], options=StateDictOptions(strict=strict and not is_part))
     for i, optimizer in enumerate(optimizers):
         state[f"optimizer_{i}"]["state"] |= without_step[i]  # torch wants one for each parameter
+        keep_kernels(groups[i], state[f"optimizer_{i}"]["param_groups"])
         set_optimizer_state_dict(model, optimizer, state[f"optimizer_{i}"], options=options)
         drop_state(optimizer, groups[i], without_step[i])
     return meta

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
 from lit_fsdp.checkpoint.latest import SAVE_NUMBER, has_end
 from lit_fsdp.checkpoint.leftovers import make_room
 from lit_fsdp.checkpoint.manifest import Verify
-from lit_fsdp.checkpoint.optimizer_state import collect_state, drop_state, make_loadable_state
+from lit_fsdp.checkpoint.optimizer_state import collect_state, drop_state, keep_kernels, make_loadable_state
 from lit_fsdp.checkpoint.places import put_in_place, remove_older, write_beside
 from lit_fsdp.checkpoint.remote import Location, RemotePath
 from lit_fsdp.checkpoint.sharded import agree, check_optimizers, check_same_groups, check_same_optimizer, to_plain
@@ -132,6 +132,7 @@ def load_single_file(
     for i, optimizer in enumerate(optimizers):
         groups, stepped = named[i]
         own = [dict(group) for group in present[i]["param_groups"]]
+        keep_kernels(own, groups)
         state = {"state": _spread(states[i].get("state", {}), present[i]["state"]), "param_groups": groups}
         set_optimizer_state_dict(model, optimizer, state)
         drop_state(optimizer, own, present[i]["state"].keys() - set(stepped))

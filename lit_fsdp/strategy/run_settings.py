@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils._pytree import tree_leaves
 
+from lit_fsdp.checkpoint.optimizer_state import KERNELS
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
 from lit_fsdp.strategy.trainer_settings import count_micro_batches, get_data_ranks
 
@@ -49,7 +50,7 @@ def collect_run_settings(trainer: pl.Trainer, mixed_precision: MixedPrecision | 
         number = f" {i}" if len(trainer.optimizers) > 1 else ""
         settings[f"optimizer{number}"] = name = type(optimizer).__name__
         if not any(schedule.optimizer is optimizer for schedule in own):
-            known = {n: v for n, v in getattr(optimizer, "defaults", {}).items() if _is_plain(v)}
+            known = {n: v for n, v in getattr(optimizer, "defaults", {}).items() if _is_plain(v) and n not in KERNELS}
             settings |= {f"{_RESTORED}{name}{number}.{n}": v for n, v in known.items()}
     return settings
 

@@ -104,6 +104,17 @@ def test_gradients_that_an_earlier_run_left_keep_no_state_from_coming_back(kind:
     run_ranks(body, world_size=1)
 
 
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_settings_are_those_of_the_checkpoint_and_kernels_those_of_the_run(kind: str, tmp_path: Path) -> None:
+    def body() -> None:
+        save_run(tmp_path, *build_with(torch.optim.AdamW, {"lr": 1e-3, "fused": False}, 1))
+        module, optimizer = build_with(torch.optim.AdamW, {"lr": 1, "fused": True}, 1)
+        load_run(tmp_path, kind, module, optimizer)
+        assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["fused"]) == (1e-3, True)
+
+    run_ranks(body, world_size=1)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_asking_for_the_state_of_a_new_optimizer_changes_no_weight(name: str) -> None:
     def body() -> None:
