@@ -54,8 +54,10 @@ IMPORTS = {
         "torch.distributed.fsdp._fully_shard._fsdp_api.ReduceScatter",
         "torch.distributed.fsdp._fully_shard._fsdp_common.DDPMeshInfo",
         "torch.distributed.fsdp._fully_shard._fsdp_common.TrainingState",
+        "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
         "torch.distributed.fsdp._fully_shard._fsdp_param_group",
         "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
+        "torch.distributed.fsdp._fully_shard._fully_shard",
         "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
         "torch.nn.modules.batchnorm._BatchNorm",
         "torch.nn.modules.conv._ConvNd",
@@ -133,6 +135,7 @@ ATTRIBUTES = {
         *("_all_gather_comm", "_all_reduce_hook", "_all_reduce_process_group", "_comm_ctx", "_end_backward_iteration"),
         *("_fsdp_param_groups", "_get_fsdp_state", "_orig_cls_mro_index", "_reduce_scatter_comm", "_unsharded_param"),
         *("_all_gather_result", "_module_fqn", "_modules_to_run_forward", "_root_post_backward_final_callback"),
+        *("_get_post_forward_mesh_info",),
         *("_is_root", "_register_post_backward_hook", "_sharded_param_data", "_state_ctx", "_training_state"),
     },
     "torch: operators": {
