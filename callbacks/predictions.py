@@ -33,7 +33,8 @@ class WritePredictions(Callback):
 
     ``predict_step`` has to return a dict of lists, tensors or arrays of equal length: ``index``, the place of each row
     in its source (-1 for rows that only fill up a batch), ``prediction``, and whatever else shall be written. Every
-    rank keeps its predictions in memory until the end.
+    rank keeps its predictions in memory until the end. Of several loaders each row begins with ``loader``, its number,
+    and those of the first come first.
 
     Args:
         path: The file, ``.jsonl``, ``.csv`` or ``.parquet``; one that exists is replaced. By default
@@ -64,7 +65,17 @@ class WritePredictions(Callback):
         self._records, self._odd = [], None
 
     @override
-    def on_predict_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
+    def on_predict_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        loaders = trainer.predict_dataloaders
+        place = {"loader": dataloader_idx} if isinstance(loaders, list | tuple | dict) and len(loaders) > 1 else {}
         if not isinstance(outputs, dict) or not {"index", "prediction"} <= outputs.keys():
             self._odd = f"keys {sorted(outputs)}" if isinstance(outputs, dict) else f"a {type(outputs).__name__}"
             return
@@ -74,7 +85,7 @@ class WritePredictions(Callback):
             self._odd = f"unequal lists ({', '.join(f'{name} {size}' for name, size in sizes.items())})"
             return
         for values in zip(*(values for values in columns.values() if values is not None), strict=True):
-            record = {name: _to_plain(value) for name, value in zip(columns, values, strict=True)}
+            record = place | {name: _to_plain(value) for name, value in zip(columns, values, strict=True)}
             if record["index"] != _FILLER:
                 self._records.append(record)
 
@@ -92,7 +103,8 @@ class WritePredictions(Callback):
                 "index and prediction"
             )
             return
-        records = sorted((record for _, part in parts for record in part), key=lambda record: record["index"])
+        gathered = (record for _, part in parts for record in part)
+        records = sorted(gathered, key=lambda record: (record.get("loader", 0), record["index"]))
         if is_trial(trainer):
             rank_zero_info(f"{len(records):,} predictions, not written: this is a fast_dev_run")
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -21,6 +22,7 @@ from lit_fsdp.tasks.image_classification.metrics import IGNORED
 from lit_fsdp.tasks.image_classification.preprocessing import Pixels, Preprocessing, load_processor
 from lit_fsdp.tasks.image_classification.sources import (
     DIGITS,
+    NUM_ASKED,
     Fields,
     fetch_images,
     open_images,
@@ -288,10 +290,23 @@ class _Rows:
         """
         chosen = [int(i) for i in self.chosen]
         names = (self.images.locate(i).rpartition("/")[2] for i in chosen)
-        sizes = map(self.images.measure, chosen) if self.images.measure is not None else ()
+        sizes = self._measure(chosen)
         places = np.linspace(0, len(chosen) - 1, min(len(chosen), _NUM_SAMPLED)).astype(int)  # spread over all of them
         sample = [chosen[place] for place in places]
         return hash_rows([self.labels.tobytes(), *names, *sizes, *map(self._fetch, sample)])
+
+    def _measure(self, numbers: Sequence[int]) -> list[int]:
+        """Return the sizes of images, asked for many at a time: each may be a round trip on a network disk."""
+        if (measure := self.images.measure) is None:
+            return []
+        sizes = [0] * len(numbers)
+
+        def ask(first: int) -> None:
+            sizes[first::NUM_ASKED] = [measure(number) for number in numbers[first::NUM_ASKED]]
+
+        with ThreadPoolExecutor(NUM_ASKED) as threads:
+            list(threads.map(ask, range(NUM_ASKED)))
+        return sizes
 
     def _fetch(self, number: int) -> bytes:
         try:

@@ -34,7 +34,7 @@ from lit_fsdp.tasks.row_files import (
 )
 
 DIGITS = "digits"
-_NUM_ASKED = 16  # files at a time, as each question is a round trip on a network disk
+NUM_ASKED = 16  # files at a time, as each question is a round trip on a network disk
 _DIGITS_SEED = 0  # of the held-out fifth; results on it are compared
 
 
@@ -296,10 +296,10 @@ def _refuse_missing(table: Path, rows: Sequence[Row], paths: Sequence[Path]) -> 
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
     def find(first: int) -> list[int]:
-        return [i for i in range(first, len(paths), _NUM_ASKED * world_size) if not paths[i].is_file()]
+        return [i for i in range(first, len(paths), NUM_ASKED * world_size) if not paths[i].is_file()]
 
-    with ThreadPoolExecutor(_NUM_ASKED) as threads:
-        firsts = range(rank, _NUM_ASKED * world_size, world_size)
+    with ThreadPoolExecutor(NUM_ASKED) as threads:
+        firsts = range(rank, NUM_ASKED * world_size, world_size)
         missing = sorted(chain(*agree(lambda: list(chain(*threads.map(find, firsts))))))
     if missing:
         first = missing[0]

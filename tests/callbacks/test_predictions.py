@@ -54,6 +54,19 @@ def test_rows_come_in_the_order_of_the_source_and_fillers_are_dropped(tmp_path: 
     assert read(tmp_path / "runs" / "predictions.jsonl") == expected
 
 
+def test_rows_of_several_loaders_come_one_loader_after_the_other(tmp_path: Path) -> None:
+    class Two(Echo):
+        def predict_step(self, batch: torch.Tensor, batch_idx: int, dataloader_idx: int = 0) -> Any:
+            return {"index": [1 - batch_idx], "prediction": [f"{dataloader_idx} {batch_idx}"]}
+
+    callback = WritePredictions(path=str(tmp_path / "out.jsonl"))
+    options: Any = {"enable_progress_bar": False, "enable_checkpointing": False, "default_root_dir": tmp_path}
+    trainer = Trainer(accelerator="cpu", callbacks=[callback], logger=False, **options)
+    trainer.predict(Two([]), [DataLoader(torch.zeros(2)), DataLoader(torch.zeros(2))])  # type: ignore[arg-type]
+    found = [(row["loader"], row["index"], row["prediction"]) for row in read(tmp_path / "out.jsonl")]
+    assert found == [(0, 0, "0 1"), (0, 1, "0 0"), (1, 0, "1 1"), (1, 1, "1 0")]
+
+
 def test_other_lists_are_written_beside_the_prediction(tmp_path: Path) -> None:
     path = tmp_path / "new" / "out.jsonl"
     predict([{"index": [0], "prediction": ["cat"], "probability": [0.5]}], WritePredictions(path=str(path)), tmp_path)
