@@ -213,6 +213,9 @@ class TextToSpeech(Task):
         self.complete_sampling()
         self._files = None  # of another run's data
         super().setup(stage)
+        if stage == "fit":  # nothing of another run's steps
+            self._parts, self._samples = None, SpokenSamples(self.num_samples, self._evaluator)
+            self.report = self._samples.report
         if self._evaluator is not None:
             if not self.num_samples and stage != "predict":
                 raise ValueError("speech_eval: not used, as num_samples is 0; set that, or leave it out")

@@ -96,3 +96,31 @@ def test_two_losses_have_no_perplexity(prepared: Path) -> None:
     trainer.fit(build_task(), build_data(prepared, batch_size=2))
     assert {"train/loss", "train/talker_loss"} <= trainer.callback_metrics.keys()
     assert "train/perplexity" not in trainer.callback_metrics
+
+
+class Fail(pl.Callback):
+    def on_train_batch_end(self, *_: object) -> None:
+        raise RuntimeError("the first micro-batch of a step")
+
+
+def test_a_second_run_of_a_task_has_nothing_of_the_first(prepared: Path) -> None:
+    losses = []
+    for is_second in (False, True):
+        pl.seed_everything(0, verbose=False)
+        task = build_task()
+        if is_second:
+            with pytest.raises(RuntimeError, match="first micro-batch"):
+                build_trainer(accumulate_grad_batches=2, callbacks=[Fail()]).fit(task, build_data(prepared))
+        trainer = build_trainer(max_steps=1, accumulate_grad_batches=2)
+        trainer.fit(task, build_data(prepared))
+        losses.append(float(trainer.callback_metrics["train/talker_loss"]))
+    assert losses[0] == losses[1]
+
+
+def test_a_second_run_speaks_when_it_ends_at_the_step_of_the_first(prepared: Path) -> None:
+    task, spoken = build_task(sampling=SHORT, num_samples=1), []
+    generate = task.generate
+    task.generate = lambda *args: spoken.append(1) or generate(*args)  # type: ignore[func-returns-value, method-assign]
+    for _ in range(2):
+        build_trainer(max_steps=1).fit(task, build_data(prepared, batch_size=2))
+    assert len(spoken) == 2
