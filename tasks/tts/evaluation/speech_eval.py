@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -79,10 +80,11 @@ class SpeechEvaluator:
         check_codec(self.settings.codec, "speech_eval.codec", **sizes)
 
     def decode(self, speech: Speech) -> Clip:
-        """Return speech as audio."""
-        if self._codec is None:
-            self._codec = open_codec(self.settings.codec, self.settings.device)
-        (audio,) = self._codec.decode([speech.codes])
+        """Return speech as audio, computed in float32 whatever the precision of the run."""
+        with _in_float32(self.settings.device):
+            if self._codec is None:
+                self._codec = open_codec(self.settings.codec, self.settings.device)
+            (audio,) = self._codec.decode([speech.codes])
         return Clip(audio=audio, sample_rate=self._codec.sample_rate)
 
     def decode_recorded(self, row: Sample) -> Clip:
@@ -137,6 +139,18 @@ class SpeechEvaluator:
         if encoder is not None and any(voice.any() for voice in voices):
             measured["speaker_similarity"] = compute_similarity(encoder, [mels for _, mels in found], voices)
         return measured
+
+
+@contextmanager
+def _in_float32(device: str) -> Iterator[None]:
+    """Undo what a step of Lightning sets for the model: autocast, and the dtype that new tensors have."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.autocast(device, enabled=False):
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def run_on_rank_0(work: Callable[[], Found], trainer: Trainer) -> Found:

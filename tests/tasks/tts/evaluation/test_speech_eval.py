@@ -11,13 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.loggers import CSVLogger
-from speech_training import build_data, build_task, build_trainer, make_config, make_rows
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from speech_training import build_data, build_task, build_trainer, make_config, make_rows, save_model
 from torch import Tensor
 
 from lit_fsdp.tasks import Sampling, SpeechEval, TextToSpeech
 from lit_fsdp.tasks.tts.config import parse_config
 from lit_fsdp.tasks.tts.evaluation import speech_eval
 from lit_fsdp.tasks.tts.evaluation.generated import Clip
+from lit_fsdp.tasks.tts.generation import Speech
 from lit_fsdp.tasks.tts.preparation import transcribe as transcribing
 from lit_fsdp.tasks.tts.preparation.prepared import write_shard
 from ranks import run_ranks
@@ -161,3 +163,15 @@ def test_a_codec_of_other_codes_is_refused_before_training(prepared: Path) -> No
     task = TextToSpeech(config=raw, num_samples=1, speech_eval=SpeechEval(codec="formants"))
     with pytest.raises(ValueError, match=r"speech_eval.codec: got 'formants': its codes end at 63: expected .* 2047"):
         build_trainer(max_steps=1).fit(task, build_data(prepared))
+
+
+@pytest.mark.parametrize(
+    "precision", [HalfPrecision("bf16-true"), MixedPrecision("bf16-mixed", "cpu")], ids=["true", "mixed"]
+)
+def test_the_codec_decodes_in_float32_whatever_the_precision_of_a_step(precision: Precision, tmp_path: Path) -> None:
+    speech = Speech(codes=torch.arange(64).view(4, 16), has_ended=True)
+    wanted = speech_eval.SpeechEvaluator(SpeechEval(codec="formants")).decode(speech)
+    evaluator = speech_eval.SpeechEvaluator(SpeechEval(codec=str(save_model(tmp_path))))
+    with precision.predict_step_context():
+        found = evaluator.decode(speech)
+    assert torch.equal(found.audio, wanted.audio)
