@@ -159,8 +159,9 @@ def mark_duplicates(rows: Sequence[ManifestRow]) -> list[ManifestRow]:
     marked = []
     for row, path in zip(rows, paths, strict=True):
         digest = None
-        if path is not None and sizes[path.stat().st_size] > 1:
-            digest = digests[path] = digests.get(path) or hash_file(path)
+        with suppress(OSError, ValueError):  # may not be read; its line is rejected
+            if path is not None and sizes[path.stat().st_size] > 1:
+                digest = digests[path] = digests.get(path) or hash_file(path)
         if digest is not None and (line := first.setdefault(digest, row.line)) != row.line:
             marked.append(replace(row, problem=f"{DUPLICATE} the same audio as line {line}"))
         else:

@@ -11,8 +11,10 @@ from tiny_whisper import save_whisper
 
 from lit_fsdp.cli.main import main
 from lit_fsdp.tasks.tts.codec.formants import VOICES, synthesize
+from lit_fsdp.tasks.tts.preparation import cleaning
 from lit_fsdp.tasks.tts.preparation.audio import Limits
-from lit_fsdp.tasks.tts.preparation.cleaning import Cleaning, join_spans
+from lit_fsdp.tasks.tts.preparation.cleaning import Cleaning, join_spans, mark_duplicates
+from lit_fsdp.tasks.tts.preparation.manifest import ManifestRow
 from lit_fsdp.tasks.tts.preparation.prepared import read_rows
 from lit_fsdp.tasks.tts.preparation.preparer import Preparer
 from lit_fsdp.tasks.tts.preparation.runners import Prepared, prepare_shards
@@ -160,3 +162,20 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ValueError, match=r"needs a package: ftfy; pip install 'lit_fsdp\[speech-cleaning\]'"):
         Cleaning(fix_text=True).check(max_seconds=30, has_transcriber=False)
     Cleaning().check(max_seconds=30, has_transcriber=False)
+
+
+def test_a_file_that_cannot_be_read_stops_no_search_for_duplicates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "abc":
+        (tmp_path / name).write_bytes(b"same")
+    hash_file = cleaning.hash_file
+
+    def refuse(path: Path) -> str:
+        if path.name == "a":
+            raise ValueError(f"{path}: cannot be read: Permission denied")
+        return hash_file(path)
+
+    monkeypatch.setattr(cleaning, "hash_file", refuse)
+    rows = mark_duplicates([ManifestRow(line=i, audio=name, folder=tmp_path) for i, name in enumerate("abc")])
+    assert [row.problem for row in rows] == [None, None, "duplicate: the same audio as line 1"]
