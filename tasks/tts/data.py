@@ -207,10 +207,12 @@ class SpeechData(TaskData):
             kept = [rows[i] for i in self.choose_rows("train", len(rows))]
             # Numbers of speakers also for those who were held out with all they say.
             self._voiced_rows = rows if self._get_config().voice_size is None else kept
-            self.voices = self._assign_voices(self._voiced_rows, makes_means=stage in ("fit", None))
+            self.voices = self._assign_voices(self._voiced_rows)
             self._rows["train"] = kept
             if self.holds_out:
                 self._rows["validation"] = [rows[i] for i in self.choose_rows("validation", len(rows))]
+        if stage in ("fit", None) and self._voiced_rows:  # also where an evaluation has read them
+            self._refuse_unnamed()
         if self.sources["validation"][0] is not None and "validation" not in self._rows:
             self._rows["validation"] = self._read("validation")
 
@@ -325,13 +327,14 @@ class SpeechData(TaskData):
         """Return the first rows of validation, or of training where nothing is held out; the same on all ranks."""
         return (self._rows.get("validation") or self._rows.get("train") or [])[:num_rows]
 
-    def _assign_voices(self, rows: Sequence[PreparedRow], *, makes_means: bool = False) -> dict[str, Voice]:
+    def _refuse_unnamed(self) -> None:
         takes_embeddings = self._get_config().voice_size is not None
-        if takes_embeddings and self.speaker_embedding == "none":
+        if takes_embeddings and self.speaker_embedding == "mean" and self.default_speaker is None:
+            refuse_unnamed(self._voiced_rows)
+
+    def _assign_voices(self, rows: Sequence[PreparedRow]) -> dict[str, Voice]:
+        if self._get_config().voice_size is not None and self.speaker_embedding == "none":
             return {}
-        is_named = self.default_speaker is not None
-        if makes_means and takes_embeddings and self.speaker_embedding == "mean" and not is_named:
-            refuse_unnamed(rows)
         return self.family.assign_voices(rows, self._known)
 
     def _choose_voice(self, row: PreparedRow) -> Voice | None:

@@ -198,6 +198,10 @@ def test_rows_without_a_speaker_are_one_voice_only_by_name(tmp_path: Path) -> No
     )
     with pytest.raises(ValueError, match=refused):
         build_task().check_data(build_data(tmp_path, speaker_embedding="mean"), "fit")
+    data = build_data(tmp_path, speaker_embedding="mean")
+    build_task().check_data(data, "validate")
+    with pytest.raises(ValueError, match=refused):  # also where rows and voices are there by then
+        build_task().check_data(data, "fit")
     for name in ("Ann", "default"):
         data = build_data(tmp_path, speaker_embedding="mean", default_speaker=name)
         build_task().check_data(data, "fit")
