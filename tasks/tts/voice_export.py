@@ -72,7 +72,8 @@ def export_voice(
     Args:
         checkpoint: Folder of a checkpoint, or of a run, of which the newest complete one is taken.
         out: The folder to make.
-        kind: ``custom_voice`` builds the speakers of the training data in, and leaves the speaker encoder out.
+        kind: ``custom_voice`` builds the speakers of the training data in, and leaves the speaker encoder out. A model
+            that has built-in voices keeps them, also where the training data has no embeddings to add.
             ``base`` keeps it, to clone voices or to train on. ``voice_design`` is what a model that makes voices of
             instructions stays. ``custom_voice`` if not given and the model is not one of these. Only of Qwen3-TTS.
         speakers: Which voices to build in; all of the training data if not given.
@@ -108,7 +109,7 @@ def export_voice(
         if speakers is not None:
             raise ValueError("speakers: not used by kind 'base', which has no built-in voices; leave it out")
         raw["tts_model_type"] = "base"
-    else:
+    elif speakers is not None or source.voices or not _has_voices(source):
         _build_in(raw, weights, source, speakers, first_row)
     if dtype != "keep":
         weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights.items()}
@@ -147,6 +148,11 @@ def _build_in(
         "spk_id": {**(raw["talker_config"].get("spk_id") or {}), **dict(zip(names, rows, strict=True))},
         "spk_is_dialect": {**(raw["talker_config"].get("spk_is_dialect") or {}), **dict.fromkeys(names, False)},
     }
+
+
+def _has_voices(source: SpeechCheckpoint) -> bool:
+    """Whether the model has built-in voices, which it keeps where the training data has none to put beside them."""
+    return source.config.raw.get("tts_model_type") == "custom_voice" and bool(source.config.speakers)
 
 
 def _describe_use(folder: Path, source: SpeechCheckpoint) -> list[str]:

@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from speech_training import build_data, build_task, build_trainer, make_rows, save_model
+from speech_training import build_data, build_task, build_trainer, make_config, make_rows, save_model
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
@@ -119,6 +119,24 @@ def test_a_built_in_voice_says_what_its_embedding_says(run: Path, tmp_path: Path
     for name in ("Kim", "LEE"):
         assert torch.equal(speak(folder, name), speak(run, name))
     assert not torch.equal(speak(folder, "kim"), speak(folder, "lee"))
+
+
+def train_with_built_in_voices(folder: Path) -> None:
+    config = {**make_config(), "tts_model_type": "custom_voice"}
+    trainer = build_trainer(max_steps=1, strategy=FSDP2Strategy(print_plan=False))
+    trainer.fit(TextToSpeech(config=config), build_data(folder, speaker_embedding="none", batch_size=6))
+    trainer.save_checkpoint(folder / "run.ckpt")
+
+
+@pytest.mark.full
+def test_a_model_with_built_in_voices_keeps_them_where_the_data_has_none(tmp_path: Path) -> None:
+    write_shard(tmp_path / "shard-00000.parquet", make_rows(6))
+    run_ranks(train_with_built_in_voices, tmp_path, world_size=1)
+    folder = export_voice(tmp_path / "run.ckpt", tmp_path / "out").folder
+    config = json.loads((folder / "config.json").read_text())
+    assert config["tts_model_type"] == "custom_voice"
+    assert config["talker_config"]["spk_id"] == {"ann": 90, "bo": 91}
+    assert torch.equal(speak(folder, "ann"), speak(tmp_path / "run.ckpt", "ann"))
 
 
 def test_a_base_export_keeps_the_speaker_encoder_and_all_else(run: Path, tmp_path: Path) -> None:
