@@ -143,8 +143,11 @@ def _run(jobs: Sequence[Job], num_processes: int, ray_address: str | None) -> It
     number = context.Value("i", 0)
     try:
         with ProcessPoolExecutor(min(num_processes, len(jobs)), context, begin_worker, (number,)) as pool:
-            for done in as_completed([pool.submit(prepare_shard, *job) for job in jobs]):
-                yield done.result()
+            try:
+                for done in as_completed([pool.submit(prepare_shard, *job) for job in jobs]):
+                    yield done.result()
+            finally:  # an error and Ctrl-C would else come after all shards
+                pool.shutdown(cancel_futures=True)
     except BrokenProcessPool as error:
         raise RuntimeError(
             f"num_processes: got {num_processes}: a process was killed, perhaps for lack of memory: set it lower, and "

@@ -23,6 +23,7 @@ from lit_fsdp.export.out_folder import lock_out
 from lit_fsdp.tasks.tts.codec.formants import SENTENCES, VOICES, build_small_codec, synthesize
 from lit_fsdp.tasks.tts.preparation import runners
 from lit_fsdp.tasks.tts.preparation.audio import AudioError, Limits, check_text, read_audio
+from lit_fsdp.tasks.tts.preparation.manifest import ManifestRow
 from lit_fsdp.tasks.tts.preparation.prepared import average_speakers, read_rows
 from lit_fsdp.tasks.tts.preparation.preparer import Preparer
 from lit_fsdp.tasks.tts.preparation.runners import Prepared, prepare_shards
@@ -654,3 +655,22 @@ def test_a_cut_file_that_says_nothing_of_it_is_rejected_by_its_text(tmp_path: Pa
     found = [json.loads(line) for line in (tmp_path / "out" / "rejects.jsonl").read_text().splitlines()]
     assert [row["audio"] for row in found] == ["cut.wav", "cut.mp3"]
     assert all(row["reason"].startswith("text: too long for its audio: ") for row in found)
+
+
+def fail_first(_: Preparer, rows: list[ManifestRow], path: Path) -> int:
+    if rows[0].line == 1:
+        raise RuntimeError("the first shard")
+    time.sleep(0.1)
+    path.with_suffix(".done").touch()
+    return len(rows)
+
+
+def test_an_error_of_one_process_does_not_wait_for_all_shards(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runners, "get_context", lambda _: get_context("fork"))
+    monkeypatch.setattr(runners, "prepare_shard", fail_first)
+    (tmp_path / "in.jsonl").write_text(f'{{"audio": "{clips / "0.wav"}", "text": "open"}}\n' * 30)
+    with pytest.raises(RuntimeError, match="the first shard"):
+        prepare(tmp_path / "in.jsonl", tmp_path / "out", rows_per_shard=1, num_processes=2)
+    assert len(list((tmp_path / "out").glob("*.done"))) < 15
