@@ -140,7 +140,7 @@ def _run(jobs: Sequence[Job], num_processes: int, ray_address: str | None) -> It
         yield from (prepare_shard(*job) for job in jobs)
         return
     context = get_context("spawn")  # not forked: threads of torch do not survive it
-    number = context.Value("i", 0)
+    number = context.Value("i", 0) if jobs[0][0].device == "cuda" else None
     try:
         with ProcessPoolExecutor(min(num_processes, len(jobs)), context, begin_worker, (number,)) as pool:
             try:
@@ -159,10 +159,11 @@ def begin_worker(number: Any) -> None:
     """Let a process of the pool end with the one that started it, and have a GPU of its own.
 
     Args:
-        number: How many have begun, of all processes.
+        number: How many have begun, of all processes; ``None`` where no GPU is used, which would take its memory.
     """
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _choose_gpu(number)
+    if number is not None:
+        _choose_gpu(number)
 
 
 def _end_with_parent() -> None:

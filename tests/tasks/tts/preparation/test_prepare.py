@@ -674,3 +674,16 @@ def test_an_error_of_one_process_does_not_wait_for_all_shards(
     with pytest.raises(RuntimeError, match="the first shard"):
         prepare(tmp_path / "in.jsonl", tmp_path / "out", rows_per_shard=1, num_processes=2)
     assert len(list((tmp_path / "out").glob("*.done"))) < 15
+
+
+def refuse_lines(_: Preparer, rows: list[ManifestRow], __: Path) -> int:
+    raise ValueError(f"{len(rows)} lines came to a process")
+
+
+def test_processes_for_the_cpu_leave_gpus_alone(clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runners, "get_context", lambda _: get_context("fork"))
+    monkeypatch.setattr(runners, "prepare_shard", refuse_lines)
+    monkeypatch.setattr(runners.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(runners.torch.cuda, "set_device", end_by_force)
+    with pytest.raises(ValueError, match="lines came to a process"):
+        prepare(clips / "in.jsonl", tmp_path, num_processes=2)
