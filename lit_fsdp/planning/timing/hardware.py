@@ -250,6 +250,7 @@ GPUS = (*_GEFORCE, *_WORKSTATION, *_TURING_AND_VOLTA, *_DATA_CENTER)
 # Of the peak, what large products in bfloat16 were measured to reach, the best of many shapes: by stas00/ml-engineering
 # (A100 and H100 SXM) and mag-/gpu_benchmark (the others). Above 1 where cards boost beyond their reference clock.
 _PRODUCT_SHARES = (
+    (r"RTX \d+ Ada", 0.76),  # RTX 6000 Ada: 0.76, RTX 4000 Ada: 0.77; before GeForce cards, whose names begin alike
     (r"RTX [34]0", 1.08),  # RTX 3090: 1.10, 3090 Ti: 1.08, 4090: 1.08
     (r"A100", 0.86),
     (r"H\d00 SXM", 0.80),
@@ -259,13 +260,12 @@ _PRODUCT_SHARES = (
     (r"L40", 0.94),
     (r"L4", 0.75),
     (r"RTX A\d|A40", 0.85),  # RTX A5000
-    (r"RTX \d+ Ada", 0.76),  # RTX 6000 Ada: 0.76, RTX 4000 Ada: 0.77
 )
 _USUAL_SHARE = 0.8
 # GB/s of copies between pinned memory and the card, where that is not by PCI Express 4 with 16 lanes: about 0.63 of
 # what the version has, as taken for that one.
 _HOST_LINKS = (
-    (r"H\d00|RTX 50", 40.0),  # version 5
+    (r"H\d00|RTX 50[789]0", 40.0),  # version 5; not RTX 5000 Ada
     (r"V100|T4|Titan|Quadro|RTX 20", 10.0),  # version 3
     (r"RTX (3050|4060)", 10.0),  # 8 lanes
 )

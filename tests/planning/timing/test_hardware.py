@@ -2,7 +2,7 @@
 
 import pytest
 
-from lit_fsdp.planning.timing.hardware import GPUS, find_gpu, list_cards, suggest_gpus
+from lit_fsdp.planning.timing.hardware import GPUS, find_gpu, get_product_share, list_cards, suggest_gpus
 
 # As torch.cuda.get_device_name gives them, and short ones that people type.
 NAMES = {
@@ -97,6 +97,13 @@ def test_figures_are_dense_and_of_float32_accumulation() -> None:
         assert gpu.fp32_tflops <= (gpu.tf32_tflops or gpu.fp32_tflops) <= gpu.fp16_tflops
         assert gpu.get_peak_tflops("float32") == gpu.fp32_tflops
         assert gpu.get_peak_tflops("float64") is None
+
+
+def test_workstation_cards_are_not_taken_for_the_geforce_cards_whose_names_begin_alike() -> None:
+    ada = [gpu for gpu in GPUS if gpu.name.endswith(" Ada")]
+    assert [(get_product_share(gpu), gpu.host_link_gb_s) for gpu in ada] == [(0.76, 20.0)] * 4
+    others = {gpu.name: (get_product_share(gpu), gpu.host_link_gb_s) for gpu in GPUS}
+    assert (others["RTX 4090"], others["RTX 5090"]) == ((1.08, 20.0), (0.8, 40.0))
 
 
 def test_a_name_that_is_wrong_is_answered_with_near_ones() -> None:
