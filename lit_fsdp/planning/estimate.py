@@ -17,7 +17,7 @@ from lit_fsdp.optim.muon import count_work, list_hidden_matrices
 from lit_fsdp.planning.closed_form.overrides import list_overrides
 from lit_fsdp.planning.step_parts import Exchange, MicroBatch, ModelToTrain, NoEstimateError, Ranks, Replay
 from lit_fsdp.planning.timing.hardware import Gpu
-from lit_fsdp.planning.timing.links import Interconnect
+from lit_fsdp.planning.timing.links import Interconnect, choose_links
 from lit_fsdp.planning.timing.step_time import (
     Machine,
     MeasuredSpeed,
@@ -212,7 +212,7 @@ def estimate_step_time(
     )
     machine = Machine(
         gpu=hardware.gpu,
-        links=hardware.links,
+        links=choose_links(hardware.gpu, ranks.per_node) if hardware.links.is_usual else hardware.links,
         num_shards=shards,
         num_replicas=replicas,
         num_split=sizes.tensor,

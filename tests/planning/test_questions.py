@@ -14,10 +14,16 @@ from plan_runs import enter_folder, main, plan
 from planned_steps import describe_module
 from search_problems import describe
 
+from lit_fsdp.planning.closed_form.engine import estimate_step
+from lit_fsdp.planning.estimate import Hardware, estimate_step_time
 from lit_fsdp.planning.limits import find_largest
 from lit_fsdp.planning.machines import find_machines
 from lit_fsdp.planning.needed_memory import count_outside_bytes
 from lit_fsdp.planning.search.search import Variant, choose, list_changes, search
+from lit_fsdp.planning.step_parts import MicroBatch, Ranks
+from lit_fsdp.planning.timing.hardware import find_gpu
+from lit_fsdp.planning.timing.links import Interconnect, choose_links, parse_links
+from lit_fsdp.planning.timing.step_time import StepTime
 from lit_fsdp.reporting.report_files import Report, draw_section, render_html
 from lit_fsdp.reporting.sections import Section, Table
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
@@ -265,6 +271,20 @@ def test_machines_keep_recomputation_that_has_settings_of_its_own() -> None:
     )
     assert find_machines(trials, {}) == []
     assert set(tried) == {own}
+
+
+def test_usual_links_are_those_of_as_many_cards_as_a_node_has_whatever_was_asked_first() -> None:
+    model, micro_batch = describe(2**40).variants[0].model, MicroBatch(rows=1, length=512)
+    ranks, gpu = Ranks(num_nodes=2, per_node=8), find_gpu("H100 SXM")
+    assert gpu is not None
+    cost = estimate_step(model, Settings(), micro_batch, ranks=ranks)
+
+    def time(links: Interconnect) -> StepTime:
+        options: dict[str, Any] = {"ranks": ranks, "micro_batch": micro_batch, "num_micro_batches": 1}
+        return estimate_step_time(model, Settings(), Hardware(gpu=gpu, links=links), cost, **options)
+
+    assert time(choose_links(gpu, 1)) == time(choose_links(gpu, 8))
+    assert time(parse_links("nvlink4,ib400")).communication_s > time(choose_links(gpu, 8)).communication_s
 
 
 def test_texts_of_a_column_are_set_alike_on_a_page() -> None:

@@ -71,12 +71,14 @@ class Interconnect:
         intra: Inside a node.
         inter: Between nodes; ``None`` where that is not known.
         num_nics: Network cards of a node, each with the bandwidth of ``inter``.
+        is_usual: Whether nobody named it: with other ranks in a node it is another one, see ``choose_links``.
         notes: What was assumed.
     """
 
     intra: Link
     inter: Link | None = None
     num_nics: int = 1
+    is_usual: bool = False
     notes: tuple[str, ...] = ()
 
     @property
@@ -252,7 +254,7 @@ def choose_links(gpu: Gpu, ranks_per_node: int = 8) -> Interconnect:
     assert text is not None, gpu.name
     text = text.replace("xGPU", f"x{min(ranks_per_node, 8)}")
     net = parse_links(text)
-    return replace(net, notes=(f"link: {text} is assumed for {gpu.name}", *net.notes))
+    return replace(net, is_usual=True, notes=(f"link: {text} is assumed for {gpu.name}", *net.notes))
 
 
 def read_comm(path: Path) -> Link:
