@@ -121,11 +121,12 @@ def _describe(found: Candidate | Trial, changes: Mapping[str, Any], time: StepTi
 def _try_more_ranks(trials: Trials, hardware: Hardware, device_bytes: int) -> Iterator[Near]:
     """Yield the smallest number of GPUs that is enough, doubling those of a node, or else the nodes."""
     nodes, per_node = trials.ranks.num_nodes, trials.ranks.per_node
+    changes: dict[str, int] = {}
     while 2 * per_node <= _MOST_DEVICES or (per_node >= _MOST_DEVICES and 2 * nodes <= _MOST_NODES):
         if 2 * per_node <= _MOST_DEVICES:
-            per_node, changes = 2 * per_node, {"devices": 2 * per_node}
+            changes["devices"] = per_node = 2 * per_node
         else:
-            nodes, changes = 2 * nodes, {"nodes": 2 * nodes}
+            changes["nodes"] = nodes = 2 * nodes
         try:
             trial = trials.estimate(ranks=Ranks(num_nodes=nodes, per_node=per_node))
             time = trial.estimate_time(hardware)

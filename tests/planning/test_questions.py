@@ -18,9 +18,10 @@ from lit_fsdp.planning.closed_form.engine import estimate_step
 from lit_fsdp.planning.estimate import Hardware, estimate_step_time
 from lit_fsdp.planning.limits import find_largest
 from lit_fsdp.planning.machines import find_machines
+from lit_fsdp.planning.nearest import find_nearest
 from lit_fsdp.planning.needed_memory import count_outside_bytes
 from lit_fsdp.planning.search.search import Variant, choose, list_changes, search
-from lit_fsdp.planning.step_parts import MicroBatch, Ranks
+from lit_fsdp.planning.step_parts import MicroBatch, NoEstimateError, Ranks
 from lit_fsdp.planning.timing.hardware import find_gpu
 from lit_fsdp.planning.timing.links import Interconnect, choose_links, parse_links
 from lit_fsdp.planning.timing.step_time import StepTime
@@ -285,6 +286,25 @@ def test_usual_links_are_those_of_as_many_cards_as_a_node_has_whatever_was_asked
 
     assert time(choose_links(gpu, 1)) == time(choose_links(gpu, 8))
     assert time(parse_links("nvlink4,ib400")).communication_s > time(choose_links(gpu, 8)).communication_s
+
+
+def test_more_gpus_in_each_node_are_named_beside_more_nodes() -> None:
+    class Fixed:
+        """Fits 32 GPUs or more, and has no rows that could be shorter."""
+
+        ranks, global_batch_size = Ranks(num_nodes=1, per_node=4), None
+
+        def estimate(self, *, ranks: Ranks) -> SimpleNamespace:
+            needed_bytes = 32 // ranks.world_size
+            return SimpleNamespace(needed_bytes=needed_bytes, host_bytes=0, estimate_time=lambda _: None)
+
+        @property
+        def steps(self) -> None:
+            raise NoEstimateError("no rows")
+
+    trials: Any = Fixed()
+    hardware: Any = None
+    assert [near.changes for near in find_nearest([], trials, hardware, 1)] == [{"devices": 8, "nodes": 4}]
 
 
 def test_texts_of_a_column_are_set_alike_on_a_page() -> None:
