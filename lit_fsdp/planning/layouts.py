@@ -61,9 +61,10 @@ def derive_speed(trial: Trial, *, compute_s: float, optimizer_s: float, other_s:
         optimizer_s: Of the optimizer and clipping.
         other_s: Of the rest.
     """
-    model, num_shards = trial.model, trial.ranks.resolve(trial.settings.mesh).num_shards
+    model, sizes = trial.model, trial.ranks.resolve(trial.settings.mesh)
     itemsize = max((p.element_size() for p in model.module.parameters() if p.requires_grad), default=4)
-    num_bytes = count_update_bytes(model.units, model.optimizer, num_shards=num_shards, itemsize=itemsize)
+    num_parts = sizes.num_shards * sizes.tensor
+    num_bytes = count_update_bytes(model.units, model.optimizer, num_shards=num_parts, itemsize=itemsize)
     return MeasuredSpeed(
         flops_per_s=trial.cost.flops.hardware / compute_s,
         update_bytes_per_s=num_bytes / optimizer_s,

@@ -4,10 +4,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from search_problems import describe
 
-from lit_fsdp.planning.layouts import Layout, choose_layout
+from lit_fsdp.planning.estimate import Hardware
+from lit_fsdp.planning.layouts import Layout, choose_layout, derive_speed
 from lit_fsdp.planning.search.search import list_changes
-from lit_fsdp.planning.step_parts import Ranks
+from lit_fsdp.planning.step_parts import MicroBatch, Ranks
+from lit_fsdp.planning.timing.links import parse_links
+from lit_fsdp.planning.trials import Trial
+from lit_fsdp.profiling.flops import Flops
 from lit_fsdp.sharding.mesh import Mesh
 from lit_fsdp.sharding.settings import Settings
 
@@ -43,3 +48,22 @@ def test_every_size_of_the_mesh_that_differs_is_named() -> None:
     given = Settings(mesh=Mesh(replicate=2, sequence=2, tensor=2))
     changes = {f"trainer.strategy.mesh.{name}": 1 for name in ("replicate", "sequence", "tensor")}
     assert list_changes(given, Settings()) == changes
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(tensor=2), Mesh(replicate=2), Mesh(sequence=2)], ids=str)
+def test_a_step_that_was_measured_is_predicted_to_take_what_it_took(mesh: Mesh) -> None:
+    problem = describe(2**40)
+    cost: Any = SimpleNamespace(
+        flops=Flops(forward=10**12, backward=2 * 10**12), moved_bytes=0, exchanges=(), split_units=(), memory=None
+    )
+    trial = Trial(
+        model=problem.variants[0].model,
+        settings=Settings(mesh=mesh),
+        ranks=Ranks(num_nodes=1, per_node=4),
+        micro_batch=MicroBatch(rows=1, length=512),
+        num_micro_batches=1,
+        cost=cost,
+    )
+    speed = derive_speed(trial, compute_s=0.8, optimizer_s=0.1, other_s=0.05)
+    time = trial.estimate_time(Hardware(gpu=problem.hardware.gpu, links=parse_links("pcie4"), speed=speed))
+    assert (time.compute_s, time.optimizer_s, time.other_s) == pytest.approx((0.8, 0.1, 0.05))
