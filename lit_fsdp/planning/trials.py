@@ -136,7 +136,7 @@ class Trials:
         settings, ranks, model = settings or self.settings, ranks or self.ranks, self._models[number]
         batch = step.batch if rows is None and length is None else self._make_batch(rows, length)
         micro_batch = measure_batch(step.module, batch)
-        num_micro_batches = self._count_micro_batches(step, rows, ranks)
+        num_micro_batches = self._count_micro_batches(step, rows, ranks, settings)
         key = f"{number} {settings} {ranks} {micro_batch} {num_micro_batches}"
         if key not in self._known:
             moved = replace(step, batch=batch, ranks=ranks, num_micro_batches=num_micro_batches)
@@ -190,10 +190,10 @@ class Trials:
         size: int = data.batch_size
         return size
 
-    def _count_micro_batches(self, step: PlannedStep, size: int | None, ranks: Ranks) -> int:
+    def _count_micro_batches(self, step: PlannedStep, size: int | None, ranks: Ranks, settings: Settings) -> int:
         if self.global_batch_size is None:
             return step.num_micro_batches
-        at_once = (size or self._get_size()) * ranks.world_size // self.num_sharing
+        at_once = (size or self._get_size()) * ranks.resolve(settings.mesh).num_data_ranks
         num, rest = divmod(self.global_batch_size, at_once)
         if rest:
             raise ValueError(f"data.global_batch_size: got {self.global_batch_size}: expected a multiple of {at_once}")

@@ -4,16 +4,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from closed_form_models import Model
 from search_problems import describe
 
+from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.planning.estimate import Hardware
 from lit_fsdp.planning.layouts import Layout, choose_layout, derive_speed
+from lit_fsdp.planning.planned_step import PlannedStep
 from lit_fsdp.planning.search.search import list_changes
 from lit_fsdp.planning.step_parts import MicroBatch, Ranks
 from lit_fsdp.planning.timing.links import parse_links
-from lit_fsdp.planning.trials import Trial
+from lit_fsdp.planning.trials import Trial, Trials
 from lit_fsdp.profiling.flops import Flops
 from lit_fsdp.sharding.mesh import Mesh
+from lit_fsdp.sharding.mixed_precision import read_precision
 from lit_fsdp.sharding.settings import Settings
 
 
@@ -67,3 +71,29 @@ def test_a_step_that_was_measured_is_predicted_to_take_what_it_took(mesh: Mesh) 
     speed = derive_speed(trial, compute_s=0.8, optimizer_s=0.1, other_s=0.05)
     time = trial.estimate_time(Hardware(gpu=problem.hardware.gpu, links=parse_links("pcie4"), speed=speed))
     assert (time.compute_s, time.optimizer_s, time.other_s) == pytest.approx((0.8, 0.1, 0.05))
+
+
+@pytest.mark.parametrize("name", ["sequence", "tensor"])
+def test_a_global_batch_is_one_card_s_alone_where_only_several_share_rows(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module: Any = Model()
+    module.measure_batch = lambda _: MicroBatch(rows=1, length=64)
+    module.optimizer_settings = Optimizer()
+    precision = SimpleNamespace(mixed_precision=read_precision("32-true"))
+    strategy: Any = SimpleNamespace(settings=Settings(mesh=Mesh(**{name: 2})), precision_plugin=precision)
+    step = PlannedStep(
+        module=module,
+        strategy=strategy,
+        batch={},
+        ranks=Ranks(num_nodes=1, per_node=4),
+        num_micro_batches=4,
+        clip_norm=None,
+        notes=(),
+    )
+    data: Any = SimpleNamespace(batch_size=1, global_batch_size=8)
+    trials = Trials([(step, {})], data)
+    monkeypatch.setattr(trials, "_count", lambda *_: None)
+    assert trials.estimate().num_micro_batches == 4
+    assert trials.estimate(Settings(), ranks=Ranks(num_nodes=1, per_node=1)).num_micro_batches == 8
+    assert trials.estimate(Settings(), ranks=Ranks(num_nodes=1, per_node=4)).num_micro_batches == 2
