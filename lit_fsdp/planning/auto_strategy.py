@@ -31,6 +31,7 @@ from lit_fsdp.planning.timing.links import choose_links, parse_links
 from lit_fsdp.profiling.device_memory import count_usable_bytes, read_card
 from lit_fsdp.sharding.mesh import gather_objects
 from lit_fsdp.sharding.mixed_precision import cast_parameters
+from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.shard import find_roots
 from lit_fsdp.strategy.data_module import get_data_module
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy, get_used_settings
@@ -69,7 +70,7 @@ class AutoFSDP2Strategy(FSDP2Strategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         if self.lightning_module is not None and find_roots(self.lightning_module):
-            self.settings = get_used_settings(self.lightning_module)  # as it is sharded already
+            self._use(get_used_settings(self.lightning_module, self.settings.mesh))  # as it is sharded already
         super().setup(trainer)
 
     @override
@@ -80,8 +81,14 @@ class AutoFSDP2Strategy(FSDP2Strategy):
         except NoEstimateError as error:
             if module.trainer.state.fn == TrainerFn.FITTING:
                 raise ValueError(f"{NAME}: {error}; set trainer.strategy to fsdp2, and its settings by hand") from error
-            self.settings = self._configured
+            self._use(self._configured)
         super()._shard(module)
+
+    def _use(self, settings: Settings) -> None:
+        """Set ``settings``, and the mesh that they have; the one that is there may be of another module's."""
+        before, self.settings = self.settings, settings
+        if settings.mesh != before.mesh:
+            self._build_mesh()
 
     def _choose(self, module: pl.LightningModule) -> None:
         """Set ``settings``, the same on all ranks."""
@@ -101,11 +108,9 @@ class AutoFSDP2Strategy(FSDP2Strategy):
             chosen = min(candidates, key=lambda candidate: candidate.needed_bytes)
             self._report_missing(chosen, problem.device_bytes)
         chosen = self.broadcast(chosen)
-        before, self.settings = self.settings, chosen.settings
+        self._use(chosen.settings)
         if module.trainer.state.fn == TrainerFn.FITTING:
             self._check_fit()
-        if chosen.settings.mesh != before.mesh:
-            self._build_mesh()
         self._report(chosen, candidates[0], problem)
 
     def _search_by_traces(

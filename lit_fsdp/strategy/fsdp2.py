@@ -119,9 +119,9 @@ from lit_fsdp.weights.load import init_weights, iterate_meta, materialize
 _SHARDED_WITH: WeakKeyDictionary[pl.LightningModule, Settings] = WeakKeyDictionary()
 
 
-def get_used_settings(module: pl.LightningModule) -> Settings:
-    """Return what a module was sharded with; the defaults if its user has sharded it."""
-    return _SHARDED_WITH.get(module, Settings())
+def get_used_settings(module: pl.LightningModule, mesh: Mesh) -> Settings:
+    """Return what a module was sharded with; the defaults on this mesh if its user has sharded it."""
+    return _SHARDED_WITH.get(module, Settings(mesh=mesh))
 
 
 class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
@@ -434,7 +434,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
             self._check_fit()
         if find_roots(module):  # by its user, or in an earlier run
             # Of what its user has sharded, the mesh was used: ``device_mesh`` is made of it.
-            used = _SHARDED_WITH.get(module, Settings(mesh=self.settings.mesh))
+            used = get_used_settings(module, self.settings.mesh)
             self.settings.check_unchanged(used, type(module).__name__)
         else:
             self._shard(module)

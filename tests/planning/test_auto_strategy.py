@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from launches import OURS, fork_ranks, write_run
+from torch.distributed.tensor import DTensor
 from training import EVEN, GLOBAL_BATCH, LENGTH, Recorder, Rows, build_task, build_trainer, save_model
 
 from lit_fsdp import AutoFSDP2Strategy, FSDP2Strategy, Mesh
+from lit_fsdp.sharding.mesh import get_fsdp_mesh
 from ranks import run_ranks
 
 MODEL = {**EVEN, "hidden_size": 128, "intermediate_size": 512}
@@ -67,13 +69,32 @@ def test_what_it_cannot_choose_for_is_refused_before_anything_is_sharded(tmp_pat
     run_ranks(fail, save_model(tmp_path / "model", **MODEL), world_size=1)
 
 
+class PlainData(Rows):
+    """Does not say how large its batches are."""
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+
 def evaluate(folder: Path) -> None:
     data = Data(EVEN["vocab_size"], GLOBAL_BATCH)
     task, strategy = build_task(folder), AutoFSDP2Strategy()
     task.validation_step = lambda *_: None  # type: ignore[method-assign]
-    build_trainer(strategy, limit_val_batches=1).validate(task, data)
+    trainer = build_trainer(strategy, limit_val_batches=1)
+    trainer.validate(task, data)
     chosen = strategy.settings
     assert chosen.mesh == COPIES
+    # Another module, of which nothing is known, and the first one again: each on the mesh that it is sharded over.
+    other = build_task(folder)
+    other.validation_step = lambda *_: None  # type: ignore[method-assign]
+    sizes = []
+    for module, rows in ((other, PlainData(EVEN["vocab_size"], GLOBAL_BATCH)), (task, data)):
+        trainer.validate(module, rows)
+        assert strategy.device_mesh is not None
+        sizes.append((strategy.settings.mesh, get_fsdp_mesh(strategy.device_mesh).shape))
+        weight = next(p for p in module.parameters() if isinstance(p, DTensor))
+        assert weight.device_mesh.shape == sizes[-1][1]
+    assert sizes == [(Mesh(), (2,)), (COPIES, (2, 1))]
     # The same module again, under a strategy that would choose for itself.
     again = AutoFSDP2Strategy(device_memory="1025.7MiB")
     build_trainer(again, max_steps=1).fit(task, data)
