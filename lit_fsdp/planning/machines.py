@@ -86,7 +86,7 @@ def scale(
 
     Each has the mesh that is fastest there of those that fit: the configured one, shards over all, copies of shards in
     each node, or a copy for each rank. Numbers that do not divide among ranks of the same rows, or a global batch, are
-    left out.
+    left out, and those of which no mesh can have ``sharding``.
 
     Args:
         trials: Of the step.
@@ -99,8 +99,8 @@ def scale(
     for ranks in all_ranks:
         if not trials.can_share(ranks):
             continue
-        tried = [trials.estimate(settings, ranks=ranks) for settings in list_meshes(trials, ranks)]
-        found.append(choose_machine(tried, hardware, device_bytes, prices))
+        if tried := [trials.estimate(settings, ranks=ranks) for settings in list_meshes(trials, ranks)]:
+            found.append(choose_machine(tried, hardware, device_bytes, prices))
     return found
 
 

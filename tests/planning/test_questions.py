@@ -17,7 +17,7 @@ from search_problems import describe
 from lit_fsdp.planning.closed_form.engine import estimate_step
 from lit_fsdp.planning.estimate import Hardware, estimate_step_time
 from lit_fsdp.planning.limits import find_largest
-from lit_fsdp.planning.machines import find_machines
+from lit_fsdp.planning.machines import find_machines, scale
 from lit_fsdp.planning.nearest import find_nearest
 from lit_fsdp.planning.needed_memory import count_outside_bytes
 from lit_fsdp.planning.search.search import Variant, choose, list_changes, search
@@ -30,6 +30,7 @@ from lit_fsdp.reporting.sections import Section, Table
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
 from lit_fsdp.sharding.mesh import MeshSizes
 from lit_fsdp.sharding.settings import Settings
+from lit_fsdp.sharding.shard import Sharding
 
 TINY = {"model_type": "llama", "vocab_size": 320, "hidden_size": 128, "intermediate_size": 256}
 TINY |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2**15}
@@ -305,6 +306,18 @@ def test_more_gpus_in_each_node_are_named_beside_more_nodes() -> None:
     trials: Any = Fixed()
     hardware: Any = None
     assert [near.changes for near in find_nearest([], trials, hardware, 1)] == [{"devices": 8, "nodes": 4}]
+
+
+def test_numbers_of_ranks_that_no_mesh_can_have_are_left_out_of_a_range() -> None:
+    time = SimpleNamespace(step_s=1.0, tokens_per_s_per_gpu=1.0)
+    trials: Any = SimpleNamespace(
+        settings=Settings(sharding=Sharding(reshard_after_forward=2)),
+        estimate=lambda *_, ranks: SimpleNamespace(needed_bytes=1, estimate_time=lambda _: time, ranks=ranks),
+        can_share=lambda ranks: True,
+    )
+    hardware: Any = SimpleNamespace(gpu=None)
+    found = scale(trials, [Ranks(num_nodes=1, per_node=n) for n in range(4, 9)], hardware, 1, {})
+    assert [machine.trial.ranks.per_node for machine in found] == [4, 6, 8]
 
 
 def test_texts_of_a_column_are_set_alike_on_a_page() -> None:
