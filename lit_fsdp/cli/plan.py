@@ -149,7 +149,7 @@ class PlanTrainer(PlannedTrainer):
         except ValueError as error:  # not of the strategy, which may have settings of these names
             raise ConfigError(str(error)) from None
         if gpu is not None and device_bytes is None and hardware is not None:
-            device_bytes = round(hardware.gpu.memory_gib * 2**30)
+            device_bytes = round(hardware.gpu.usable_gib * 2**30)
         questions = Questions(
             longest=longest, largest=largest, cheapest=cheapest, all_ranks=self.asked_ranks, prices=_read(prices)
         )

@@ -99,7 +99,7 @@ def make_machine_section(machines: Sequence[Machine], *, has_prices: bool) -> Se
     rows = []
     for number, machine in enumerate(shown, start=1):
         size = machine.trial.ranks.per_node
-        needed = f"{machine.trial.needed_bytes / _GIB:.2f} of {machine.gpu.memory_gib:g}"
+        needed = f"{machine.trial.needed_bytes / _GIB:.2f} of {machine.gpu.usable_gib:g}"
         cells = [str(number), f"{size} x {machine.gpu.name}", needed, *_format_speed(machine.time)]
         rows.append([*cells, *_format_cost(machine)])
     columns = ["#", "GPUs", "needs GiB", "step s", "tokens/s", "GPU-h/M tokens", *["cost/M tokens"] * has_prices]

@@ -165,7 +165,7 @@ def find_machines(trials: Trials, prices: Mapping[Gpu, float]) -> list[Machine]:
         if needs_float8 and not gpu.has_float8:
             continue
         own = []
-        device_bytes = round(gpu.memory_gib * 2**30)
+        device_bytes = round(gpu.usable_gib * 2**30)
         for size, steps in by_size.items():
             hardware = Hardware(gpu=gpu, links=choose_links(gpu, size))
             try:

@@ -49,6 +49,11 @@ class Gpu:
     fp16_tflops: float
 
     @property
+    def usable_gib(self) -> float:
+        """What its driver has of ``memory_gib``: less a sixteenth where error correction, which is on, takes that."""
+        return self.memory_gib * (15 / 16 if re.fullmatch("T4|A10|A40|L4|L40S?", self.name) else 1)
+
+    @property
     def has_float8(self) -> bool:
         """Whether it multiplies in float8: compute capability 8.9 or more, Ada and what came after it."""
         return re.search(r"RTX [45]0\d\d|Ada|L4|H\d00", self.name) is not None
