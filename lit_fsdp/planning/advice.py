@@ -118,8 +118,9 @@ def _keep_result(now: Situation) -> Iterator[Suggestion]:
             cost="gradients are reduced in every micro-batch",
         )
     if now.num_replicas > 1:
+        both = "" if settings.mesh.shard == -1 else ", and shard: -1"
         yield Suggestion(
-            setting=f"{strategy}.mesh.replicate: 1",
+            setting=f"{strategy}.mesh.replicate: 1{both}",
             saved_bytes=states * (now.num_replicas - 1) // now.num_replicas,
             cost="parameters travel between nodes as well",
         )

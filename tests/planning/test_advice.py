@@ -1,6 +1,7 @@
 from dataclasses import replace
 
 import pytest
+import yaml
 
 from lit_fsdp.planning.advice import Situation, suggest_settings
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
@@ -73,6 +74,15 @@ def test_a_setting_that_costs_memory_is_named(change: dict, setting: str, saved:
     situation = replace(NOW, settings=Settings(**change), num_replicas=2 if "mesh" in change else 1)
     found = {name.replace("sharding.", ""): num_bytes for name, num_bytes in suggest(situation).items()}
     assert found[f"trainer.strategy.{setting}"] == saved
+
+
+@pytest.mark.parametrize("mesh", [Mesh(replicate=2), Mesh(replicate=-1, shard="node"), Mesh(replicate=2, shard=4)])
+def test_one_copy_is_advised_with_a_mesh_that_the_same_ranks_can_have(mesh: Mesh) -> None:
+    situation = replace(NOW, settings=Settings(mesh=mesh), num_replicas=2)
+    (setting,) = (found.setting for found in suggest_settings(situation) if "mesh.replicate" in found.setting)
+    values = yaml.safe_load(f"{{{setting.removeprefix('trainer.strategy.mesh.').replace(' and ', ' ')}}}")
+    sizes = replace(mesh, **values).resolve(world_size=8, ranks_per_node=4)
+    assert (sizes.replicate, sizes.shard) == (1, 8)
 
 
 def test_what_is_set_already_is_not_suggested() -> None:
