@@ -1,5 +1,6 @@
 """Which of several layouts is recommended."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 from closed_form_models import Model
 from search_problems import describe
 
-from lit_fsdp.optim.factory import Optimizer
+from lit_fsdp.optim.factory import Optimizer, OptimizerName
 from lit_fsdp.planning.estimate import Hardware
 from lit_fsdp.planning.layouts import Layout, choose_layout, derive_speed
 from lit_fsdp.planning.planned_step import PlannedStep
@@ -54,14 +55,21 @@ def test_every_size_of_the_mesh_that_differs_is_named() -> None:
     assert list_changes(given, Settings()) == changes
 
 
-@pytest.mark.parametrize("mesh", [Mesh(), Mesh(tensor=2), Mesh(replicate=2), Mesh(sequence=2)], ids=str)
-def test_a_step_that_was_measured_is_predicted_to_take_what_it_took(mesh: Mesh) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "optimizer"),
+    [
+        *((mesh, "adamw") for mesh in (Mesh(), Mesh(tensor=2), Mesh(replicate=2), Mesh(sequence=2))),
+        (Mesh(replicate=4), "muon"),
+    ],
+    ids=str,
+)
+def test_a_step_that_was_measured_is_predicted_to_take_what_it_took(mesh: Mesh, optimizer: OptimizerName) -> None:
     problem = describe(2**40)
     cost: Any = SimpleNamespace(
         flops=Flops(forward=10**12, backward=2 * 10**12), moved_bytes=0, exchanges=(), split_units=(), memory=None
     )
     trial = Trial(
-        model=problem.variants[0].model,
+        model=replace(problem.variants[0].model, optimizer=Optimizer(name=optimizer)),
         settings=Settings(mesh=mesh),
         ranks=Ranks(num_nodes=1, per_node=4),
         micro_batch=MicroBatch(rows=1, length=512),

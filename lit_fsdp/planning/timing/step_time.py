@@ -176,7 +176,7 @@ class MeasuredSpeed:
     Args:
         flops_per_s: In forward and backward, of those that were executed, with all that is computed beside products
             and without waiting for other ranks.
-        update_bytes_per_s: Of the optimizer and clipping, of what ``count_update_bytes`` counts.
+        update_bytes_per_s: Of the optimizer and clipping, of what ``count_update_bytes`` counts; with its products.
         other_s: Of a step besides: waiting for data, logging.
     """
 
@@ -305,10 +305,10 @@ def estimate_time(work: Workload, machine: Machine) -> StepTime:
     exchanged = _time_exchanges(work.exchanges, machine)
     waits = compute_waits(times, compute, forward_share, work.num_micro_batches, work.num_reduce_buffers)
     update_gb_s = _HOST_GB_S / machine.ranks_per_node if work.offloaded_bytes else machine.memory_gb_s
-    if machine.speed is not None:
-        update_gb_s = machine.speed.update_bytes_per_s / 1e9
-    flops_per_s = machine.product_tflops * 1e12 if machine.speed is None else machine.speed.flops_per_s
-    update = work.update_bytes / update_gb_s / 1e9 + work.update_flops / flops_per_s
+    products_s = work.update_flops / (machine.product_tflops * 1e12)
+    if machine.speed is not None:  # with the products, which the ranks share as they do the bytes
+        update_gb_s, products_s = machine.speed.update_bytes_per_s / 1e9, 0.0
+    update = work.update_bytes / update_gb_s / 1e9 + products_s
     update += sum(_time_exchanges(work.update_exchanges, machine).values())
     if work.overlaps_update:
         once = compute / work.num_micro_batches
