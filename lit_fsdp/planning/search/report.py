@@ -130,11 +130,11 @@ def _spell_out(strategy: Any) -> dict[str, Any]:
             return {"class_path": _CLASS, "init_args": {k: v for k, v in options.items() if k not in _AUTO_ONLY}}
         return {**strategy, "init_args": options}
     _, settings = PRESETS.get(str(strategy), ("", {}))
-    given = {
+    given = {  # none at all, {}, is offload as well
         name: {field.name: found for field in fields(value) if (found := getattr(value, field.name)) != field.default}
         for name, value in settings.items()
     }
-    return {"class_path": _CLASS, "init_args": {name: value for name, value in given.items() if value}}
+    return {"class_path": _CLASS, "init_args": given}
 
 
 def _make_table(

@@ -26,7 +26,7 @@ from lit_fsdp.planning.search.steps import splits_batch
 from lit_fsdp.planning.step_parts import MicroBatch, Ranks
 from lit_fsdp.sharding.cpu_offload import CPUOffload
 from lit_fsdp.sharding.mesh import Mesh
-from lit_fsdp.sharding.settings import Settings
+from lit_fsdp.sharding.settings import PRESETS, Settings
 from lit_fsdp.sharding.shard import Compile, Sharding
 from lit_fsdp.tasks import ImageClassification, PreferenceTuning
 from lit_fsdp.tasks.image_classification.mixup import Mixup
@@ -280,6 +280,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     enter_folder(tmp_path, monkeypatch)
     write_run(tmp_path, model={"config": BIGGER}, data={"seq_length": 128, "batch_size": 4})
     return tmp_path
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_strategy_that_has_a_name_keeps_what_that_stands_for(name: str) -> None:
+    found = apply_changes({"trainer": {"strategy": name}}, {"trainer.strategy.activation_checkpointing.mode": "full"})
+    arguments = found["trainer"]["strategy"]["init_args"]
+    assert arguments.pop("activation_checkpointing") == {"mode": "full"}
+    kinds = {"mesh": Mesh, "sharding": Sharding, "cpu_offload": CPUOffload}
+    assert {key: kinds[key](**value) for key, value in arguments.items()} == PRESETS[name][1]
 
 
 @pytest.mark.full
