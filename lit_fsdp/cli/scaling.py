@@ -107,6 +107,9 @@ def bench_scaling(
         return 0
     if reports is not None:
         scales = [read_report(Path(path)) for path in _list(reports)]
+        if len({scale.unit for scale in scales}) > 1:
+            units = ", ".join(f"{path}: {scale.unit}" for path, scale in zip(_list(reports), scales, strict=True))
+            raise ConfigError(f"reports: got speeds in several units ({units}): expected runs of one kind of task")
     else:
         assert config is not None
         check_config_files([f"--config={path}" for path in _list(config)])

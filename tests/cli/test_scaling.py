@@ -88,6 +88,15 @@ def test_a_report_without_speed_is_refused(tmp_path: Path, capsys: pytest.Captur
         assert f"report.json: the run {said}, so its report says nothing of its speed" in capsys.readouterr().err
 
 
+def test_tokens_are_not_compared_with_samples(in_a_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, ranks, unit in (("a.json", 1, "tokens"), ("b.json", 2, "samples")):
+        numbers = {"ranks": ranks, f"{unit}_per_s": 100.0, "step_s": 1.0}
+        (in_a_folder / name).write_text(json.dumps({"sections": {"speed": {"numbers": numbers}}}))
+    assert main(["bench", "scaling", '--reports=["a.json", "a.json"]']) == 0
+    assert main(["bench", "scaling", '--reports=["a.json", "b.json"]']) == 2
+    assert "got speeds in several units (a.json: tokens, b.json: samples)" in capsys.readouterr().err
+
+
 @pytest.fixture
 def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
