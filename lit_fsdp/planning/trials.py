@@ -158,7 +158,13 @@ class Trials:
         return not rest and (total is None or total % (num_shares * self._get_size()) == 0)
 
     def list_sizes(self, most: int) -> Sequence[int]:
-        """Return what ``data.batch_size`` may be on the configured ranks, at most ``most``."""
+        """Return what ``data.batch_size`` may be on the configured ranks, at most ``most``.
+
+        Raises:
+            NoEstimateError: It does not say how many rows a batch has.
+        """
+        if getattr(self._data, "max_frames_per_batch", None) is not None:
+            raise NoEstimateError("data.max_frames_per_batch: it decides how many rows a batch has, not batch_size")
         if self.global_batch_size is None:
             return range(1, most + 1)
         share = self.global_batch_size * self.num_sharing // self.ranks.world_size

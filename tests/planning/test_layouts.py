@@ -11,9 +11,10 @@ from search_problems import describe
 from lit_fsdp.optim.factory import Optimizer, OptimizerName
 from lit_fsdp.planning.estimate import Hardware
 from lit_fsdp.planning.layouts import Layout, choose_layout, derive_speed
+from lit_fsdp.planning.limits import find_limits
 from lit_fsdp.planning.planned_step import PlannedStep
 from lit_fsdp.planning.search.search import list_changes
-from lit_fsdp.planning.step_parts import MicroBatch, Ranks
+from lit_fsdp.planning.step_parts import MicroBatch, NoEstimateError, Ranks
 from lit_fsdp.planning.timing.links import parse_links
 from lit_fsdp.planning.trials import Trial, Trials
 from lit_fsdp.profiling.flops import Flops
@@ -81,15 +82,13 @@ def test_a_step_that_was_measured_is_predicted_to_take_what_it_took(mesh: Mesh, 
     assert (time.compute_s, time.optimizer_s, time.other_s) == pytest.approx((0.8, 0.1, 0.05))
 
 
-@pytest.mark.parametrize("name", ["sequence", "tensor"])
-def test_a_global_batch_is_one_card_s_alone_where_only_several_share_rows(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def make_trials(mesh: Mesh, data: Any) -> Trials:
+    """Return those of a small model on 4 ranks."""
     module: Any = Model()
     module.measure_batch = lambda _: MicroBatch(rows=1, length=64)
     module.optimizer_settings = Optimizer()
     precision = SimpleNamespace(mixed_precision=read_precision("32-true"))
-    strategy: Any = SimpleNamespace(settings=Settings(mesh=Mesh(**{name: 2})), precision_plugin=precision)
+    strategy: Any = SimpleNamespace(settings=Settings(mesh=mesh), precision_plugin=precision)
     step = PlannedStep(
         module=module,
         strategy=strategy,
@@ -99,9 +98,21 @@ def test_a_global_batch_is_one_card_s_alone_where_only_several_share_rows(
         clip_norm=None,
         notes=(),
     )
-    data: Any = SimpleNamespace(batch_size=1, global_batch_size=8)
-    trials = Trials([(step, {})], data)
+    return Trials([(step, {})], data)
+
+
+@pytest.mark.parametrize("name", ["sequence", "tensor"])
+def test_a_global_batch_is_one_card_s_alone_where_only_several_share_rows(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trials = make_trials(Mesh(**{name: 2}), SimpleNamespace(batch_size=1, global_batch_size=8))
     monkeypatch.setattr(trials, "_count", lambda *_: None)
     assert trials.estimate().num_micro_batches == 4
     assert trials.estimate(Settings(), ranks=Ranks(num_nodes=1, per_node=1)).num_micro_batches == 8
     assert trials.estimate(Settings(), ranks=Ranks(num_nodes=1, per_node=4)).num_micro_batches == 2
+
+
+def test_the_largest_micro_batch_is_no_question_where_frames_decide_its_rows() -> None:
+    trials = make_trials(Mesh(), SimpleNamespace(batch_size=1, max_frames_per_batch=1500))
+    with pytest.raises(NoEstimateError, match="max_frames_per_batch: it decides how many rows"):
+        find_limits(trials, "batch_size", 2**40, None)
