@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TypeAlias
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-# One for all callbacks of a Trainer: they call in the same order on all ranks.
-_GROUPS: WeakKeyDictionary[Trainer, dist.ProcessGroup] = WeakKeyDictionary()
+from lit_fsdp.sharding.mesh import make_group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,10 +111,5 @@ def gather_over_ranks(trainer: Trainer, values: Mapping[str, float]) -> dict[str
 def _get_group(trainer: Trainer) -> dist.ProcessGroup | None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    if trainer not in _GROUPS:
-        timeout_s = getattr(trainer.strategy, "timeout_s", None)
-        timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
-        group = dist.new_group(backend="gloo", timeout=timeout)
-        assert group is not None
-        _GROUPS[trainer] = group
-    return _GROUPS[trainer]
+    # One for all callbacks, which call in the same order on all ranks.
+    return make_group("statistics", getattr(trainer.strategy, "timeout_s", None))

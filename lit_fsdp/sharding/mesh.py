@@ -217,11 +217,15 @@ def build_sequence_mesh(
     return make_once(make, "sequence", device_type, shape, timeout_s)
 
 
-def make_group(name: str, timeout_s: float) -> dist.ProcessGroup:
-    """Return a group of all ranks over gloo that nothing with another name uses. All ranks must call it."""
+def make_group(name: str, timeout_s: float | None) -> dist.ProcessGroup:
+    """Return a group of all ranks over gloo that nothing with another name uses. All ranks must call it.
+
+    Without ``timeout_s`` its collectives may take as long as torch lets them.
+    """
 
     def make() -> dist.ProcessGroup:
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+        group = dist.new_group(backend="gloo", timeout=timeout)
         assert group is not None
         return group
 

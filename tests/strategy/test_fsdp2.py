@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from training import EVEN, Recorder, Rows, build_task, build_trainer, gather_weights, save_model
 
 from lit_fsdp import ActivationCheckpointing, CPUOffload, FSDP2Strategy, Mesh, MixedPrecision, Sharding, Wrap
+from lit_fsdp.callbacks import MemoryLogger
 from lit_fsdp.checkpoint.manifest import is_complete
 from lit_fsdp.sharding.wrap import Unit, plan_units
 from lit_fsdp.strategy.precision_plugin import FSDP2Precision
@@ -202,7 +203,7 @@ def fit_twice(folder: Path) -> None:
     counts = []
     for _ in range(2):
         strategy = FSDP2Strategy(mesh=Mesh(replicate=2), oom_retries=1)
-        build_trainer(strategy, max_steps=1).fit(build_task(folder), Rows(64, 4))
+        build_trainer(strategy, max_steps=1, callbacks=[MemoryLogger()]).fit(build_task(folder), Rows(64, 4))
         counts.append(len(dist.distributed_c10d._world.pg_map))
     assert counts[0] == counts[1]
 
