@@ -251,7 +251,8 @@ def describe_run(args: argparse.Namespace) -> dict[str, Any]:
         "date": datetime.now(UTC).date().isoformat(),
         "device": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if has_gpu else own,
         "versions": versions,
-        "options": f"--steps {args.steps} --ranks {args.ranks} --size {args.size} --precision {args.precision}",
+        "options": f"--steps {args.steps} --ranks {args.ranks} --size {args.size} --precision {args.precision}"
+        + " --take-turns" * args.take_turns,
         "note": args.note,
         "load_before": os.getloadavg(),
         "cases": {},
