@@ -228,7 +228,7 @@ def _assess(
         can_add_adapters=_is_unset(module, "lora"),
         can_quantize=_is_unset(module, "quantization"),
         has_seq_length=hasattr(get_data_module(module.trainer), "seq_length"),
-        has_optimizer_name=hasattr(module, "optimizer_settings"),
+        optimizer_name=own.name if (own := getattr(module, "optimizer_settings", None)) is not None else None,
         is_gpu=strategy.root_device.type == "cuda",
     )
 

@@ -27,6 +27,7 @@ _WITHOUT_SPEED = {  # how a run ended before its ranks could put together what t
     "interrupted": "was interrupted",
     "preempted": "was preempted before its first step",
 }
+_STEPS = 20
 _MIN_STEPS = 8  # fewer leave none after the warm-up of the callbacks that measure
 # Of a run that is only measured: it ends after its steps, and saves, validates and logs nothing.
 QUIET_TRAINER: dict[str, Any] = {
@@ -72,7 +73,7 @@ class Scale:
 def bench_scaling(
     config: list[str] | str | None = None,
     ranks: str | None = None,
-    steps: int = 20,
+    steps: int = _STEPS,
     options: list[str] | str | None = None,
     reports: list[str] | str | None = None,
     link: str | None = None,
@@ -106,6 +107,9 @@ def bench_scaling(
         _predict(_list(config), _choose_ranks(ranks), steps, _list(options), _list(reports), link, out)
         return 0
     if reports is not None:
+        for name, value, default in (("ranks", ranks, None), ("steps", steps, _STEPS), ("options", options, None)):
+            if value != default:
+                raise ConfigError(f"{name}: got {value} with reports: these are compared, nothing runs; leave it out")
         scales = [read_report(Path(path)) for path in _list(reports)]
         if len({scale.unit for scale in scales}) > 1:
             units = ", ".join(f"{path}: {scale.unit}" for path, scale in zip(_list(reports), scales, strict=True))

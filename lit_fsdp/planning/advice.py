@@ -31,7 +31,7 @@ class Situation:
         can_add_adapters: Whether the task has a setting ``lora`` that is not used; ``None`` if it has none at all.
         can_quantize: Likewise ``quantization``.
         has_seq_length: Whether the data has a setting ``seq_length``.
-        has_optimizer_name: Whether the task chooses its optimizer by name.
+        optimizer_name: The optimizer that the task chooses by name; ``None`` if it chooses none.
         is_gpu: Whether the memory is that of a GPU.
     """
 
@@ -50,7 +50,7 @@ class Situation:
     can_add_adapters: bool | None = None
     can_quantize: bool | None = None
     has_seq_length: bool = True
-    has_optimizer_name: bool = True
+    optimizer_name: str | None = "adamw"
     is_gpu: bool = True
 
 
@@ -124,7 +124,7 @@ def _keep_result(now: Situation) -> Iterator[Suggestion]:
             saved_bytes=states * (now.num_replicas - 1) // now.num_replicas,
             cost="parameters travel between nodes as well",
         )
-    if settings.cpu_offload is None and now.is_gpu:
+    if settings.cpu_offload is None and now.is_gpu and now.optimizer_name != "adamw_8bit_paged":  # on the host already
         yield Suggestion(
             setting=f"{strategy}.cpu_offload: {{}}",
             saved_bytes=states,
@@ -152,7 +152,7 @@ def _change_result(now: Situation) -> Iterator[Suggestion]:
             cost="samples are cut or split; attention sees less",
         )
     # Two numbers of 4 bytes: AdamW in float32. The other works on whole rows.
-    has_choice = now.has_optimizer_name and now.settings.mesh.tensor == 1
+    has_choice = now.optimizer_name is not None and now.settings.mesh.tensor == 1
     if has_choice and now.num_trainable and 6 < state * now.num_shards / now.num_trainable < 10:
         yield suggest(
             setting="model.optimizer.name: adamw_8bit", saved_bytes=int(state * 0.74), cost="moments in 8 bits"

@@ -52,6 +52,8 @@ REFUSED: list[tuple[list[str], str]] = [
     (["--config=run.yaml", "--ranks=0,2"], "ranks: got '0,2'"),
     (["--config=run.yaml", "--ranks=2,2"], "ranks: got '2,2'"),
     (["--config=run.yaml", "--ranks=two"], "ranks: got 'two'"),
+    (["--reports=a.json", "--steps=50"], "steps: got 50 with reports"),
+    (["--reports=a.json", "--ranks=1,2"], "ranks: got 1,2 with reports"),
     (["--reports=missing.json"], "missing.json: no report of a run with `monitoring: true`"),
     (["--reports=a.json", "--link=pcie4"], "link: got pcie4: what shall be predicted is not known; add --config"),
     (["--config=run.yaml", '--reports=["a", "b"]', "--link=pcie4"], "reports: got 2 with link: expected one"),

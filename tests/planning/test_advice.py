@@ -56,6 +56,11 @@ def test_savings_follow_from_what_is_held() -> None:
     assert found["model.lora"] == pytest.approx(3 * GB * 0.98)
 
 
+def test_offload_is_not_named_beside_an_optimizer_that_it_is_refused_with() -> None:
+    assert "trainer.strategy.cpu_offload" in suggest(NOW)
+    assert "trainer.strategy.cpu_offload" not in suggest(replace(NOW, optimizer_name="adamw_8bit_paged"))
+
+
 def test_an_optimizer_of_whole_rows_is_not_named_where_layers_are_split_by_columns() -> None:
     assert "model.optimizer.name" not in suggest(replace(NOW, settings=Settings(mesh=Mesh(tensor=2))))
 
@@ -114,6 +119,6 @@ def test_what_saves_next_to_nothing_is_left_out() -> None:
 
 
 def test_only_settings_that_there_are_are_suggested() -> None:
-    own = replace(NOW, micro_batch_size=1, has_seq_length=False, has_optimizer_name=False)
+    own = replace(NOW, micro_batch_size=1, has_seq_length=False, optimizer_name=None)
     assert {"data.seq_length", "model.optimizer.name"} <= suggest(replace(NOW, micro_batch_size=1)).keys()
     assert not {"data.seq_length", "model.optimizer.name"} & suggest(own).keys()
