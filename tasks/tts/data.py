@@ -128,6 +128,7 @@ class SpeechData(TaskData):
         self.max_seconds, self.repeat = max_seconds, repeat
         self.tokenizer_name, self.speaker_embedding, self.streaming = tokenizer, speaker_embedding, streaming
         self.text_dropout, self.default_speaker = text_dropout, default_speaker
+        self._given = speaker_embedding, text_dropout  # the others are those for the model
         self.cache_dir = get_cache_dir(cache_dir)
         self.speech_config: FamilyConfig | None = None
         self.voices: dict[str, Voice] = {}
@@ -141,12 +142,14 @@ class SpeechData(TaskData):
         Raises:
             ValueError: The model cannot be trained on data that is laid out so.
         """
-        choice = self.speaker_embedding
+        choice, dropout = self._given
         if choice is None:
             choice = "none" if config.voice_size is None or config.designs_voices else "mean"
         family = get_family(config.raw["model_type"])
-        dropout = (family.default_text_dropout or 0.0) if self.text_dropout is None else self.text_dropout
+        dropout = (family.default_text_dropout or 0.0) if dropout is None else dropout
         family.check_data(config, speaker_embedding=choice, is_streaming=self.streaming, text_dropout=dropout)
+        if self.speech_config is not None and config.raw != self.speech_config.raw:  # rows were read for that one
+            self._rows, self._voiced_rows, self._known, self.voices = {}, [], {}, {}
         self.speaker_embedding, self.text_dropout, self.speech_config = choice, dropout, config
 
     def restore_voices(self, voices: Mapping[str, Any]) -> None:
@@ -197,6 +200,8 @@ class SpeechData(TaskData):
     def setup(self, stage: str | None = None) -> None:
         """Read the rows that a stage needs."""
         _ = self.tokenizer  # now, as one that is not there is no fault of a row
+        if (config := self._read_config()) is not None:
+            self.attach(config)
         self._read_all(stage)
 
     def _read_all(self, stage: str | None) -> None:
@@ -317,10 +322,8 @@ class SpeechData(TaskData):
         config = self._get_config()
         if isinstance(row, PreparedRow):
             speaker = self._choose_voice(row)
-        elif row.speaker:
-            speaker = get_voice(row.speaker, self.voices, config)
         else:
-            speaker = next(iter(self.voices.values()), None)
+            speaker = get_voice(row.speaker or None, self.voices, config)
         return self._build(row, speaker)
 
     def pick_validation(self, num_rows: int) -> list[PreparedRow]:
@@ -391,12 +394,16 @@ class SpeechData(TaskData):
 
     def _get_config(self) -> FamilyConfig:
         if self.speech_config is None:
-            module: Any = getattr(self.trainer, "lightning_module", None)
-            if not hasattr(module, "read_config"):
+            config = self._read_config()
+            if config is None:
                 raise RuntimeError("the data does not know its model: call attach(config), or train TextToSpeech")
-            self.attach(module.read_config())
+            self.attach(config)
         assert self.speech_config is not None
         return self.speech_config
+
+    def _read_config(self) -> FamilyConfig | None:
+        module: Any = getattr(self.trainer, "lightning_module", None)
+        return module.read_config() if hasattr(module, "read_config") else None
 
 
 def _check_frame_bound(bound: int, *, batch_size: int, others: tuple[int | None, Share]) -> None:

@@ -101,11 +101,7 @@ class Speaker:
         """
         config = self.config
         self.family.check_prompt(instruct=instruct)
-        found: Any = reference.embedding if reference is not None else None
-        if reference is None and speaker is not None:
-            found = get_voice(speaker, self.voices, config)
-        elif reference is None:
-            found = next(iter([*self.voices.values(), *config.speakers.values()]), None)
+        found: Any = reference.embedding if reference is not None else get_voice(speaker, self.voices, config)
         ids = self.family.encode_text(self.tokenizer, text, config, found)
         utterance = Utterance(
             text_ids=ids,

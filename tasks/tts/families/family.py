@@ -73,12 +73,19 @@ class FamilyConfig(Protocol):
         """
 
 
-def get_voice(name: str, voices: Mapping[str, Voice], config: FamilyConfig) -> Voice:
+def get_voice(name: str | None, voices: Mapping[str, Voice], config: FamilyConfig) -> Voice | None:
     """Return a voice of the training data, or one that is built into the model.
+
+    Args:
+        name: Whose; without one the first of the training data, else of the model, ``None`` where there is none.
+        voices: Of the training data.
+        config: Of the model.
 
     Raises:
         ValueError: Nobody knows it.
     """
+    if name is None:
+        return next(iter([*voices.values(), *config.speakers.values()]), None)
     known = {**config.speakers, **voices}
     if name.lower() not in known:
         raise ValueError(f"speaker: got {name!r}: expected one of: {', '.join(sorted(known)) or 'none'}")

@@ -103,6 +103,11 @@ def parse_row(fields: dict[str, Any], where: str) -> PreparedRow:
         missing = "ref_text" if fields.get("ref_codes") else "ref_codes"
         raise ValueError(f"{where}: {missing}: missing: expected both text and codes of the speech to go on from")
     codes = _parse_codes(fields["audio_codes"], where)
+    before = _parse_codes(fields["ref_codes"], where, "ref_codes") if fields.get("ref_codes") else None
+    if before is not None and before.shape[1] != codes.shape[1]:
+        raise ValueError(
+            f"{where}: ref_codes: got {before.shape[1]} codebooks, audio_codes has {codes.shape[1]}: expected as many"
+        )
     try:
         embedding = np.asarray(fields.get("speaker_embedding") or [], dtype=np.float32)
     except (ValueError, TypeError) as error:
@@ -119,7 +124,7 @@ def parse_row(fields: dict[str, Any], where: str) -> PreparedRow:
         speaker_embedding=embedding,
         instruct=fields.get("instruct") or "",
         ref_text=fields.get("ref_text") or "",
-        ref_codes=_parse_codes(fields["ref_codes"], where, "ref_codes") if fields.get("ref_codes") else None,
+        ref_codes=before,
         where=where,
     )
 

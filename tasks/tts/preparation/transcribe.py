@@ -61,6 +61,8 @@ def load_transcriber(name: str, device: str = "cpu") -> Transcribe:
         folder = find_transcriber(name)
         processor: Any = WhisperProcessor.from_pretrained(folder)
         model: Any = WhisperForConditionalGeneration.from_pretrained(folder).eval().to(device)
+        if model.device.type == "cpu":
+            model.float()  # large ones are stored in float16, which CPUs multiply slowly and sum less exactly
     except OSError as error:
         raise ValueError(f"transcriber: got {name!r}: {get_first_line(error)}") from error
 

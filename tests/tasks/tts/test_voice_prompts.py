@@ -18,6 +18,7 @@ from speech_training import build_data, make_config, make_rows, save_model
 from lit_fsdp.cli.main import main
 from lit_fsdp.tasks.tts.codec.formants import SENTENCES, VOICES, build_small_codec, synthesize
 from lit_fsdp.tasks.tts.config import parse_config
+from lit_fsdp.tasks.tts.evaluation.prompts import PromptRow
 from lit_fsdp.tasks.tts.families.model_types import parse_family
 from lit_fsdp.tasks.tts.families.qwen3_layout import encode_instruct, encode_text
 from lit_fsdp.tasks.tts.generation import GREEDY, Sampling
@@ -79,6 +80,22 @@ def test_a_model_that_makes_voices_of_instructions_is_given_none(tmp_path: Path)
     data.setup("fit")
     assert data.speaker_embedding == "none"
     assert all(data.encode_prompt(row).speaker is None for row in data.pick_validation(4))
+    # The next model with the same data is one that takes voices.
+    data.attach(parse_config(make_config()))
+    data.setup("fit")
+    assert data.speaker_embedding == "mean"
+    assert data.voices.keys() == {row.speaker for row in make_told_rows()}
+    assert all(data.encode_prompt(row).speaker is not None for row in data.pick_validation(4))
+
+
+def test_without_a_name_the_first_voice_speaks_of_the_data_else_of_the_model(tmp_path: Path) -> None:
+    config = make_config()
+    config["talker_config"]["spk_id"] = {"vivian": 3065, "ryan": 3061}
+    data = build_data(tmp_path)
+    data.attach(parse_config(config))
+    assert data.encode_prompt(PromptRow(text="a")).speaker == 3065
+    data.voices = {"kim": 1}
+    assert data.encode_prompt(PromptRow(text="a")).speaker == 1
 
 
 def test_csm_learns_from_rows_that_go_on_from_speech() -> None:

@@ -422,6 +422,10 @@ def test_clips_without_text_are_transcribed(clips: Path, tmp_path: Path, monkeyp
             '{"text": "a", "audio_codes": [[1, 2]], "seconds": -1}',
             "line 2: seconds: got -1: expected a number, 0 or more",
         ),
+        (
+            '{"text": "a", "audio_codes": [[1, 2]], "ref_text": "b", "ref_codes": [[1]]}',
+            "line 2: ref_codes: got 1 codebooks, audio_codes has 2: expected as many",
+        ),
         ('{"text": "a", "audio_codes": [[1]]}', "line 2: has 1 codebooks, .*mine.jsonl line 1 has 2: expected as many"),
     ],
 )
