@@ -465,6 +465,11 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         rebind_optimizers(self._module, self._real_optimizers)
         for optimizer in self._real_optimizers:
             refuse_whole_steps(optimizer)
+            if isinstance(optimizer, torch.optim.LBFGS) and self.precision_plugin.scaler is not None:
+                raise ValueError(
+                    "configure_optimizers: got LBFGS with gradients in float16: the loss is scaled for one backward, "
+                    "and LBFGS takes several in a step; set precision: bf16-mixed or 32-true, or another optimizer"
+                )
         if self.settings.cpu_offload is not None and self.settings.cpu_offload.overlap_optimizer:
             self.overlapped_steps = overlap_optimizer(self._module, self._real_optimizers)
             if self.overlapped_steps.is_deferred:

@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from training import build_trainer
 from transformers import AutoModel, BartConfig, PreTrainedConfig, Wav2Vec2Config
 
-from lit_fsdp import ActivationCheckpointing, Compile, FSDP2Strategy, Mesh, Sharding, Wrap
+from lit_fsdp import ActivationCheckpointing, Compile, FSDP2Strategy, Mesh, MixedPrecision, Sharding, Wrap
 from lit_fsdp.sharding.layer_drop import describe_layer_drop
 from lit_fsdp.tasks.loading import build_train_loader
 from ranks import RankError, run_ranks
@@ -1214,6 +1214,9 @@ def test_a_run_with_lbfgs_trains_and_is_not_resumed(tmp_path: Path) -> None:
     compare(SecondOrder, tmp_path, world_size=1, save=tmp_path / "c.ckpt")
     with pytest.raises(RankError, match=r"a run with LBFGS cannot be resumed: .* start a new run from the weights"):
         run_ranks(partial(train, resume=tmp_path / "c.ckpt"), SecondOrder, tmp_path / "resumed", True, world_size=1)
+    half = {"mixed_precision": MixedPrecision(param_dtype="float16")}
+    with pytest.raises(RankError, match=r"got LBFGS with gradients in float16: .*; set precision: bf16-mixed or 32-tr"):
+        run_ranks(partial(train, strategy=half), SecondOrder, tmp_path / "half", True, world_size=1)
 
 
 class Limited(Plain):
