@@ -126,6 +126,7 @@ def test_each_dependency_has_its_doors() -> None:
     assert bad == []
 
 
+@pytest.mark.full
 def test_no_underscore_name_of_ours_crosses_a_file() -> None:
     bad = []
     others = {path: ast.parse(path.read_text()) for path in files("tests", "benchmarks", suffix=".py")}

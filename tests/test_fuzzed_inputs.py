@@ -108,6 +108,7 @@ def configurations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str,
     return found
 
 
+@pytest.mark.full
 @amounts(30)
 def test_a_random_value_is_taken_or_refused_by_its_key(
     num_examples: int, configurations: dict[str, Any], tmp_path: Path

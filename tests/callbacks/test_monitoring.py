@@ -224,7 +224,7 @@ def fit_branches(name: str, root: Path) -> None:
     assert section.numbers["step"]["step"] == 2, section.notes
 
 
-@pytest.mark.full(after=1)
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "world_size"), [("fsdp2", 2), ("ddp", 2), ("ddp_find_unused", 2), ("auto", 1)])
 def test_ranks_that_run_other_operators_are_measured_under_any_strategy(
     tmp_path: Path, name: str, world_size: int

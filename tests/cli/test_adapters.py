@@ -58,6 +58,7 @@ def test_other_commands_start_from_it(folder: Path, command: str, monkeypatch: p
     assert [rank.code for rank in ended] == [0, 0], ended[0].err
 
 
+@pytest.mark.full
 def test_it_leaves_as_adapters_and_merged(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

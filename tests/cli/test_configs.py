@@ -38,6 +38,7 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["lit_fsdp"])
 
 
+@pytest.mark.full(after=6)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_the_head_comment_holds_the_command_and_it_parses(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     commands = read_commands(config)

@@ -69,6 +69,7 @@ def write_config(folder: Path, **settings: Any) -> Path:
     return folder
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "model",
     [

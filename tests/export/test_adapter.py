@@ -212,6 +212,7 @@ def test_the_card_quantizes_the_layers_that_training_did(
     assert measure(logits, path) > 1e-3 if tolerance is None else measure(logits, path) <= tolerance
 
 
+@pytest.mark.full
 def test_peft_finds_the_base_by_itself(runs: Runs, tmp_path: Path) -> None:
     export_model(runs.get("saved") / "last.ckpt", tmp_path / "out")
     model = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)

@@ -54,7 +54,7 @@ def test_a_metric_that_nothing_logs_is_refused_with_the_nearest_and_the_known(
     assert max((int(row["step"]) for row in rows), default=-1) < num_steps
 
 
-@pytest.mark.full(after=1)
+@pytest.mark.full
 @pytest.mark.parametrize("when", [{"val_check_interval": 10}, {"check_val_every_n_epoch": 2}])
 def test_a_run_that_waited_for_a_validation_that_never_came_does_not_end_well(
     tmp_path: Path, when: dict[str, int]
@@ -68,6 +68,7 @@ def test_a_run_that_waited_for_a_validation_that_never_came_does_not_end_well(
     ]
 
 
+@pytest.mark.full
 def test_what_is_logged_at_the_end_of_an_epoch_or_in_training_is_waited_for(tmp_path: Path) -> None:
     settings = {"monitor": "train/loss", "every_n_train_steps": 2, "save_top_k": 2}
     ended = run(tmp_path, "ModelCheckpoint", **settings)

@@ -311,7 +311,7 @@ class UsedLater(Plain):
             self.trainer.save_checkpoint(self.begin)
 
 
-@pytest.mark.full(after=1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("checkpoint_format", "world_size"),
     [("sharded", 2), ("single_file", 1), ("single_file", 2)],
@@ -1129,7 +1129,7 @@ def train_backbone(out: Path, *, is_sharded: bool = True, has_norm: bool = False
     train(partial(WithBackbone, has_norm), out, is_sharded, callbacks=[callback], **options)
 
 
-@pytest.mark.full(after=1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("checkpoint_format", "world_size", "options"),
     [

@@ -95,6 +95,7 @@ def test_a_column_has_the_unit_of_its_largest_figure(
     assert cells[4] == cells[5] == "2.00"
 
 
+@pytest.mark.full
 def test_host_memory_is_of_a_rank_in_the_table_and_of_a_node_for_the_chosen(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
