@@ -103,15 +103,19 @@ def run_ranks(
                 start_method="spawn" if is_on_gpus else "fork",
             )
         assert ranks is not None
+        first = folder / "error"
         try:
             is_done = _join(ranks, timeout_s)
         except (ProcessRaisedException, ProcessExitedException) as error:
-            first = folder / "error"
             raise RankError(first.read_text() if first.exists() else str(error)) from None
         finally:
             for process in ranks.processes:
                 process.kill()
                 process.join()
+        num_done = len([*folder.glob("*.done")])
+        if is_done and num_done < world_size:  # the processes ended well, as after SystemExit(0) or KeyboardInterrupt
+            said = f"of {world_size} ranks {num_done} came to the end of the body"
+            raise RankError(first.read_text() if first.exists() else said)
     if not is_done:
         raise RankError(f"of {world_size} ranks some still ran after {timeout_s:g} s and were killed")
 
@@ -163,9 +167,10 @@ def _enter(
             dist.all_reduce(torch.zeros(1))
         body, args = cloudpickle.loads(work) if isinstance(work, bytes) else work
         body(*args)
-    except Exception:
+    except BaseException:
         _write_once(folder / "error", f"rank {rank} of {world_size} raised\n\n{traceback.format_exc()}")
         raise
+    (folder / f"{rank}.done").touch()
     if dist.is_initialized():  # a body may have torn it down itself
         dist.destroy_process_group()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 import ranks
 from ranks import RankError, run_ranks
@@ -37,9 +38,21 @@ def test_the_rank_that_failed_first_is_the_one_shown() -> None:
         run_ranks(body)
 
 
-def test_a_rank_that_dies_without_a_traceback_fails_the_test() -> None:
-    with pytest.raises(RankError, match="exit code 7"):
-        run_ranks(os._exit, 7)
+@pytest.mark.parametrize(("code", "message"), [(7, "exit code 7"), (0, "of 1 ranks 0 came to the end of the body")])
+def test_a_rank_that_dies_without_a_traceback_fails_the_test(code: int, message: str) -> None:
+    with pytest.raises(RankError, match=message):
+        run_ranks(os._exit, code, world_size=1)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SIGTERMException])
+def test_a_rank_that_is_asked_to_end_in_the_body_fails_the_test_though_its_process_ends_well(
+    error: type[BaseException],
+) -> None:
+    def body() -> None:
+        raise error
+
+    with pytest.raises(RankError, match=f"rank 0 of 1 raised(.|\n)*{error.__name__}"):
+        run_ranks(body, world_size=1)
 
 
 @pytest.mark.full
