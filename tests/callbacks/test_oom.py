@@ -114,8 +114,10 @@ def test_a_run_that_redoes_a_step_goes_on_with_all_callbacks_and_reports_it(
 class Eater(LightningModule):
     """Has no memory left in the first batch of an evaluation."""
 
+    error: Exception = torch.OutOfMemoryError("CUDA out of memory.")
+
     def eat(self, *_: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
+        raise self.error
 
     validation_step = test_step = predict_step = eat  # type: ignore[assignment]
 
@@ -143,6 +145,12 @@ def test_an_error_of_another_kind_leaves_no_report(tmp_path: Path) -> None:
     assert not is_out_of_memory(ValueError("we ran out of memory"))
     assert not is_out_of_memory(RuntimeError("shapes differ"))
     assert not is_out_of_memory(None)
+    module = Eater()
+    module.error = ValueError("we ran out of memory")
+    trainer = Trainer(accelerator="cpu", callbacks=[OOMReport()], logger=False, default_root_dir=tmp_path)
+    with pytest.raises(ValueError, match="we ran out"):
+        trainer.validate(module, DataLoader(torch.ones(2, 4)))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_out_of_memory_is_seen_in_what_caused_an_error() -> None:
