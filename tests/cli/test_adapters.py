@@ -72,6 +72,9 @@ def test_it_leaves_as_adapters_and_merged(
     ids = AutoTokenizer.from_pretrained("adapters")("word3 is 7.", return_tensors="pt")["input_ids"]
     with torch.no_grad():
         assert (adapted(ids).logits - merged(ids).logits).abs().max() < 1e-6
+        with adapted.disable_adapter():
+            change = (adapted(ids).logits - merged(ids).logits).abs().max()
+        assert change > 1e-4, change
     assert (folder / "merged" / "tokenizer.json").read_text() == (folder / "adapters" / "tokenizer.json").read_text()
 
 
