@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import yaml
@@ -46,23 +46,24 @@ def module_name(path: Path) -> str:
 
 
 SOURCES = {module_name(p): p for p in files(*SOURCE_FOLDERS, suffix=".py")}
-TREES = {name: ast.parse(p.read_text()) for name, p in SOURCES.items()}
 
 
 def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def imported_modules(tree: ast.AST) -> Iterator[str]:
-    """Every module that is imported, also inside functions; names taken from a module of ours are dropped."""
-    for node in ast.walk(tree):
+@cache
+def list_imported(own: str) -> list[str]:
+    """Every module that one of ours imports, also inside functions; names taken from a module of ours are dropped."""
+    found = []
+    for node in ast.walk(ast.parse(SOURCES[own].read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             module = node.module or ""
-            for alias in node.names:
-                inner = f"{module}.{alias.name}"
-                yield inner if inner in SOURCES else module
+            inner = [f"{module}.{alias.name}" for alias in node.names]
+            found += [name if name in SOURCES else module for name in inner]
+    return found
 
 
 def is_inside(module: str, *packages: str) -> bool:
@@ -97,8 +98,8 @@ def test_imports_go_up_the_list_of_rooms() -> None:
     assert {room_of(name) for name in SOURCES} - {""} <= set(ROOMS), "a new room needs a decision in docs/decisions.md"
     bad = [
         f"{own} must not import {target}"
-        for own, tree in TREES.items()
-        for target in imported_modules(tree)
+        for own in SOURCES
+        for target in list_imported(own)
         if is_inside(target, "lit_fsdp") and not may_import(own, target)
     ]
     assert bad == []
@@ -106,7 +107,7 @@ def test_imports_go_up_the_list_of_rooms() -> None:
 
 def test_no_file_is_imported_by_what_it_imports() -> None:
     """Late imports count: a cycle that is put off is a cycle."""
-    edges = {own: {t for t in imported_modules(tree) if t in SOURCES and t != own} for own, tree in TREES.items()}
+    edges = {own: {t for t in list_imported(own) if t in SOURCES and t != own} for own in SOURCES}
     while leaves := {own for own, targets in edges.items() if not targets & edges.keys()}:
         edges = {own: targets for own, targets in edges.items() if own not in leaves}
     # What is left either is in a cycle or imports one: those that nothing left imports are not in it.
@@ -118,8 +119,8 @@ def test_no_file_is_imported_by_what_it_imports() -> None:
 def test_each_dependency_has_its_doors() -> None:
     bad = [
         f"{own} imports {package}, which only {sorted(rooms)} may"
-        for own, tree in TREES.items()
-        for target in imported_modules(tree)
+        for own in SOURCES
+        for target in list_imported(own)
         for package, rooms in DOORS.items()
         if is_inside(target, package) and room_of(own) not in rooms
     ]
@@ -129,14 +130,14 @@ def test_each_dependency_has_its_doors() -> None:
 @pytest.mark.full
 def test_no_underscore_name_of_ours_crosses_a_file() -> None:
     bad = []
-    others = {path: ast.parse(path.read_text()) for path in files("tests", "benchmarks", suffix=".py")}
-    for path, tree in [*zip(SOURCES.values(), TREES.values(), strict=True), *others.items()]:
-        froms = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and is_inside(n.module or "", "lit_fsdp")]
+    for path in [*SOURCES.values(), *files("tests", "benchmarks", suffix=".py")]:
+        nodes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, (ast.ImportFrom, ast.Attribute))]
+        froms = [n for n in nodes if isinstance(n, ast.ImportFrom) and is_inside(n.module or "", "lit_fsdp")]
         names = [a.name for node in froms for a in node.names]
         modules = {a.asname or a.name for n in froms for a in n.names if f"{n.module}.{a.name}" in SOURCES}
         names += [
             node.attr
-            for node in ast.walk(tree)
+            for node in nodes
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules
         ]
         bad += [f"{relative(path)}: {n}" for n in names if n.startswith("_") and not n.endswith("__")]
