@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.precision import MixedPrecision
 from memory_faults import Fault, Faults
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -384,6 +385,22 @@ def test_one_device_needs_no_process_group_and_a_second_fit_begins_anew(tmp_path
     section = monitor.make_section()
     assert section is not None
     assert section.notes == ["no step was bad"]
+
+
+def test_gradients_by_which_a_scaler_finds_its_scale_are_not_bad_but_a_loss_is() -> None:
+    found, scales = [], []
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=2.0**100)):
+        torch.manual_seed(0)
+        monitor = StabilityMonitor(policy="skip")
+        precision = MixedPrecision("bf16-mixed" if scaler is None else "16-mixed", "cpu", scaler)
+        quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = Trainer(accelerator="cpu", plugins=[precision], callbacks=[monitor], max_steps=4, **quiet)
+        trainer.fit(Plain(), DataLoader(torch.randn(8, 4), batch_size=2))
+        found.append(monitor.state_dict())
+        scales.append(scaler and scaler.get_scale())
+    assert [state["counts"] for state in found] == [{"nonfinite_loss": 1, "skipped_steps": 1}] * 2
+    assert scales[1] == 2.0**96  # of four steps, none of which changed a weight
+    assert found[1]["loss"][0] == pytest.approx(found[0]["loss"][0], rel=0.01)
 
 
 @pytest.mark.parametrize(
