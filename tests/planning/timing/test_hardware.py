@@ -109,9 +109,9 @@ def test_workstation_cards_are_not_taken_for_the_geforce_cards_whose_names_begin
 def test_error_correction_takes_a_sixteenth_where_it_is_on() -> None:
     reported_mib = {"T4": 15360, "A10": 23028, "A40": 46068, "L4": 23034, "L40S": 46068}  # by nvidia-smi
     reported_mib |= {"RTX 4090": 24564, "RTX A6000": 49140, "A100 SXM 80GB": 81920, "H100 SXM": 81559}
-    for gpu in GPUS:
-        if gpu.name in reported_mib:
-            assert gpu.usable_gib == pytest.approx(reported_mib[gpu.name] / 1024, rel=0.005)
+    usable_gib = {gpu.name: gpu.usable_gib for gpu in GPUS}
+    for name, mib in reported_mib.items():
+        assert usable_gib[name] == pytest.approx(mib / 1024, rel=0.005)
 
 
 def test_a_name_that_is_wrong_is_answered_with_near_ones() -> None:
