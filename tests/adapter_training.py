@@ -6,6 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from differences import find_largest
 from models import dequantize_model
 from peft import get_peft_model
 from torch import Tensor, nn
@@ -139,9 +140,9 @@ def train_plainly(folder: Path, start: dict[str, Tensor], quantization: Quantiza
 def compare(result: Result, truth: Result) -> dict[str, float]:
     """Return the largest differences of losses, gradient norms and trained weights."""
     differences = {
-        "losses": max(abs(a - b) for a, b in zip(result.losses, truth.losses, strict=True)),
-        "grad_norms": max(abs(a - b) for a, b in zip(result.grad_norms, truth.grad_norms, strict=True)),
+        "losses": find_largest(abs(a - b) for a, b in zip(result.losses, truth.losses, strict=True)),
+        "grad_norms": find_largest(abs(a - b) for a, b in zip(result.grad_norms, truth.grad_norms, strict=True)),
     }
     for name, weight in truth.weights.items():
-        differences[name] = float((result.weights[name] - weight).abs().max())
+        differences[name] = find_largest([float((result.weights[name] - weight).abs().max())])
     return differences

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from differences import find_largest
 from models import to_full
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
@@ -98,7 +99,7 @@ def list_unequal(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
 def list_differences(actual: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
     """Return the largest difference of each tensor, relative to its largest number."""
     assert actual.keys() == truth.keys()
-    return {n: float((actual[n] - t).abs().max() / t.abs().max()) for n, t in truth.items()}
+    return {n: find_largest([float((actual[n] - t).abs().max() / t.abs().max())]) for n, t in truth.items()}
 
 
 def save_run(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from differences import find_largest
 from training import EVEN, OPTIMIZER, Recorder, Result, build_trainer, gather_weights, list_differences, save_model
 
 from lit_fsdp import FSDP2Strategy
@@ -108,7 +109,7 @@ def compare(
     assert len(run.losses) == len(other.losses) > 0
     differences = list_differences(run, other)
     steps = zip(metrics, expected, strict=True)
-    differences["metrics"] = max(
+    differences["metrics"] = find_largest(
         abs(step[name] - value) / max(abs(value), 1) for step, true in steps for name, value in true.items()
     )
     return differences

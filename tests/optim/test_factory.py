@@ -9,6 +9,7 @@ import bitsandbytes
 import pytest
 import torch
 import torch.distributed as dist
+from differences import find_largest
 from torch import nn
 from training import (
     GLOBAL_BATCH,
@@ -150,7 +151,7 @@ def compare(run: Result, truth: Result) -> dict[str, float]:
     """Return the largest differences, that of gradient norms relative to the largest, and the mean one of weights."""
     differences = list_differences(run, truth)
     norms = zip(run.grad_norms, truth.grad_norms, strict=True)
-    differences["grad_norm"] = max(abs(a - b) for a, b in norms) / max(truth.grad_norms)
+    differences["grad_norm"] = find_largest(abs(a - b) for a, b in norms) / max(truth.grad_norms)
     weights = torch.cat([(run.weights[n] - w).abs().flatten() for n, w in truth.weights.items()])
     return differences | {"mean_weight": float(weights.mean())}
 

@@ -3,11 +3,14 @@
 The truth is a plain loop over the stock Transformers model, with its own loss and ``torch.optim.AdamW``.
 """
 
+import math
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from training import EVEN, TIED, UNEVEN, Result, list_differences, save_model, train_plainly, train_sharded
 
 from lit_fsdp import ActivationCheckpointing, CPUOffload, Mesh, Sharding
@@ -66,6 +69,17 @@ def test_the_runs_cover_every_pair_of_settings(runs: list[tuple[str, ...]], name
                 if not is_covered and (a, b) not in IMPOSSIBLE:
                     missing.append((first, a, second, b))
     assert missing == []
+
+
+def test_a_loss_a_norm_or_a_weight_that_is_no_number_is_a_difference_wherever_it_stands() -> None:
+    truth = Result(losses=[2.0, 1.0], grad_norms=[3.0, 3.0], weights={"a": torch.ones(2), "b": torch.ones(2)})
+    spoiled = {
+        "loss": replace(truth, losses=[2.0, math.nan]),
+        "grad_norm": replace(truth, grad_norms=[3.0, math.nan]),
+        "weight": replace(truth, weights={"a": torch.ones(2), "b": torch.tensor([1.0, math.nan])}),
+    }
+    for kind, run in spoiled.items():
+        assert list_differences(run, truth) == {"loss": 0.0, "grad_norm": 0.0, "weight": 0.0} | {kind: math.inf}
 
 
 @pytest.mark.full(after=3)

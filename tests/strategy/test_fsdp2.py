@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from differences import find_largest
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     EMAWeightAveraging,
@@ -127,7 +128,7 @@ def test_a_resumed_run_goes_on_like_one_that_was_not_interrupted(
     whole, resumed = torch.load(tmp_path / "whole"), torch.load(tmp_path / "resumed")
     for name in ("losses", "grad_norms"):
         differences = [abs(a - b) for a, b in zip(whole[name][4:], resumed[name][4:], strict=True)]
-        assert max(differences) <= tolerance
+        assert find_largest(differences) <= tolerance
     assert all((whole["weights"][n] - w).abs().max() <= tolerance for n, w in resumed["weights"].items())
 
 
