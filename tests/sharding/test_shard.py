@@ -217,6 +217,32 @@ def test_keeping_gathered_saves_the_gathers_of_backward() -> None:
     run_ranks(body)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(("forward", "backward"), [(0, 1), (2, 1), (0, 3), (9, 9)])
+def test_as_many_units_are_gathered_ahead_as_asked_for(forward: int, backward: int) -> None:
+    num_blocks = 5
+
+    def body() -> None:
+        model = Stack(num_blocks=num_blocks)
+        shard(model, Sharding(forward_prefetch=forward, backward_prefetch=backward))
+        model(torch.ones(2, 5)).sum().backward()  # the first step sets up
+        begun: list[int] = []
+        with CommDebugMode() as mode:
+
+            def look(*_: Any) -> None:
+                begun.append(sum(n for op, n in mode.get_comm_counts().items() if "gather" in str(op)))
+
+            for block in model.blocks:
+                block.norm.register_forward_pre_hook(look)
+                block.down.register_full_backward_pre_hook(look)
+            model(torch.ones(2, 5)).sum().backward()
+        ahead = [[min(i + 1 + depth, num_blocks) for i in range(num_blocks)] for depth in (forward, backward)]
+        # The root is gathered first, and once.
+        assert begun == [1 + n for n in ahead[0]] + [1 + num_blocks + n for n in ahead[1]]
+
+    run_ranks(body)
+
+
 def test_held_gradients_are_reduced_once_and_equal_the_sum() -> None:
     def body() -> None:
         truth = compute_truth(build(), num_rounds=2)
@@ -366,9 +392,13 @@ def test_compiled_blocks_give_the_same_loss_and_gradients(mode: Any) -> None:
     run_ranks(body)
 
 
-def test_compile_refuses_an_unknown_backend_and_a_model_without_blocks() -> None:
+def test_compile_refuses_what_torch_does_not_know_and_a_model_without_blocks() -> None:
     with pytest.raises(ValueError, match=r"compile.backend: got 'inducter': expected .*inductor"):
         Compile(backend="inducter").check()
+    with pytest.raises(ValueError, match=r"compile.mode: got 'fastest': torch says: .*fastest"):
+        Compile(mode="fastest").check()
+    with pytest.raises(ValueError, match=r"compile.recompile_limit: got 0: expected 1 or more"):
+        Compile(recompile_limit=0).check()
     with pytest.raises(ValueError, match="compile: no blocks were found"):
         compile_blocks(Stack(), Compile(), [])
 
