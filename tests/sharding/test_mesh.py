@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from lit_fsdp.sharding.mesh import Mesh, build_mesh, build_sequence_mesh, make_module_mesh
@@ -81,10 +82,12 @@ def test_a_refusal_shows_the_numbers_and_what_would_fit(
     assert [part for part in parts if part not in str(error.value)] == []
 
 
-def test_neighbouring_ranks_share_a_copy() -> None:
+def test_neighbouring_ranks_share_a_copy_and_wait_as_long_as_the_setting_says() -> None:
     def body() -> None:
         rank = dist.get_rank()
-        mesh = build_mesh(Mesh(replicate=2), device_type="cpu", world_size=4, ranks_per_node=2)
+        mesh = build_mesh(Mesh(replicate=2), device_type="cpu", world_size=4, ranks_per_node=2, timeout_s=77)
+        backends = [group._get_backend(torch.device("cpu")) for group in mesh.get_all_groups()]
+        assert [backend.options._timeout.total_seconds() for backend in backends] == [77, 77]
         assert mesh.mesh_dim_names == ("replicate", "shard")
         assert mesh.mesh.tolist() == [[0, 1], [2, 3]]
         assert dist.get_process_group_ranks(mesh.get_group("shard")) == [rank // 2 * 2, rank // 2 * 2 + 1]

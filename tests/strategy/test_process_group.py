@@ -86,6 +86,8 @@ def meet_again(place: Path, rank: int) -> None:
         init_process_group(TorchElasticEnvironment(), torch.device("cpu"), **options)
         dist.all_reduce(total := torch.ones(()))
         assert total == 2
+        assert dist.group.WORLD is not None
+        assert dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 30
         kept.append(dist.group.WORLD)
         dist.destroy_process_group()
     (place / str(rank)).touch()
