@@ -177,7 +177,7 @@ def test_nobody_waits_for_a_pipe_or_follows_a_link_to_itself(tmp_path: Path) -> 
         resolve_checkpoint(tmp_path / "last.ckpt")
 
 
-def test_damage_of_any_kind_is_passed_over(tmp_path: Path) -> None:
+def test_no_damage_ends_the_search_and_what_has_its_end_is_refused_when_it_is_read(tmp_path: Path) -> None:
     good = tmp_path / "good.ckpt"
     torch.save({"state_dict": {}, "global_step": 3}, good)
     os.utime(good, ns=(0, 0))
@@ -201,4 +201,7 @@ def test_damage_of_any_kind_is_passed_over(tmp_path: Path) -> None:
         with zipfile.ZipFile(good) as read, zipfile.ZipFile(tmp_path / "damaged.ckpt", "w") as written:
             for name in read.namelist():
                 written.writestr(name, b"\x80\x02" + damaged if name.endswith("data.pkl") else read.read(name))
-        find_last_checkpoint([tmp_path], lambda _: None)
+        found = find_last_checkpoint([tmp_path], lambda _: None)
+        assert found == tmp_path / "damaged.ckpt"
+        with pytest.raises(ValueError, match=r"damaged\.ckpt cannot be read safely: .*; choose another checkpoint$"):
+            check_checkpoint(found)
