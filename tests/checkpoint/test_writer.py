@@ -12,6 +12,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.utils._pytree import tree_flatten_with_path
 from training import (
     EVEN,
     GLOBAL_BATCH,
@@ -112,6 +115,10 @@ def test_a_resumed_run_with_dropout_goes_on_bit_for_bit(
     assert all(torch.equal(whole["weights"][n], w) for n, w in resumed["weights"].items())
 
 
+def equal(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
+
+
 @pytest.mark.full
 def test_saving_beside_training_gives_the_same_run_and_the_same_checkpoint(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", **EVEN)
@@ -123,6 +130,12 @@ def test_saving_beside_training_gives_the_same_run_and_the_same_checkpoint(tmp_p
         assert is_complete(tmp_path / name / "last.ckpt")
     sync, other = (Result(**torch.load(tmp_path / f"{name}.pt")) for name in ("sync", "async"))
     assert max(list_differences(sync, other).values()) == 0.0
+    saved = []
+    for name in ("sync", "async"):
+        dcp_to_torch_save((tmp_path / name / "last.ckpt").resolve(), tmp_path / f"{name}.plain")
+        saved.append(dict(tree_flatten_with_path(torch.load(tmp_path / f"{name}.plain", weights_only=True))[0]))
+    assert saved[0].keys() == saved[1].keys()
+    assert [place for place, value in saved[0].items() if not equal(value, saved[1][place])] == []
     run_ranks(lambda: train(folder, None, max_steps=10, load=tmp_path / "async" / "last.ckpt", first_step=8))
 
 
