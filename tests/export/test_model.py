@@ -59,9 +59,11 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of a llama whose values are all different."""
+    """A checkpoint of a llama whose values are all different, beside ``truth``, the model itself."""
     path = tmp_path_factory.mktemp("llama") / "last.ckpt"
-    save_random(path, build_language_model("llama", "cpu"))
+    model = build_language_model("llama", "cpu")
+    save_random(path, model)
+    model.save_pretrained(path.with_name("truth"))
     return path
 
 
@@ -135,9 +137,10 @@ def test_weights_are_split_over_files_below_the_size_asked_for(checkpoint: Path,
     assert [path.name for path in files] == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(9)]
     assert {path.name for path in files} < set(exported.files)
     assert all(path.stat().st_size < 20_000 + 4_000 for path in files)  # with its header
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert all(value.equal(model.state_dict()[name]) for name, value in read_tensors(tmp_path / "out").items())
-    model.save_pretrained(tmp_path / "truth", max_shard_size=20_000)
+    ours, truth = read_tensors(tmp_path / "out"), read_tensors(checkpoint.with_name("truth"))
+    assert ours.keys() == truth.keys()
+    assert all(torch.equal(ours[name], truth[name]) for name in truth)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "truth", max_shard_size=20_000)
     ours, truth = (
         json.loads((tmp_path / name / "model.safetensors.index.json").read_text()) for name in ("out", "truth")
     )
