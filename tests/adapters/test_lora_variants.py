@@ -65,10 +65,11 @@ def test_decomposed_weights_and_adapters_add_up_to_the_model(init: Any, folder: 
     _, start = train_sharded(folder, tmp_path, 3, lora=lora, quantization=quantization, max_steps=1)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     plain = load_stock(folder, quantization)
-    for name, weight in model.named_parameters():
-        base = f"{name.removesuffix('.weight')}.base_layer.weight"
-        if base not in start:
-            continue
+    found = {name: f"{name.removesuffix('.weight')}.base_layer.weight" for name, _ in model.named_parameters()}
+    found = {name: base for name, base in found.items() if base in start}
+    assert len(found) == 3 * 7
+    for name, base in found.items():
+        weight = model.get_parameter(name)
         a, b = (start[base.replace("base_layer.weight", f"{key}.default.weight")] for key in ("lora_A", "lora_B"))
         added = lora.alpha / lora.r * b @ a
         if quantization is None:

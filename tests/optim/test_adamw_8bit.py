@@ -105,6 +105,9 @@ def test_padding_has_no_part_in_the_scale_of_a_block() -> None:
 
 
 def test_which_parameters_are_in_8_bits_depends_on_their_whole_shape() -> None:
+    large = [shape for shape in ((32, 128), (31, 132), (33, 127), (4096,), (32, 4, 32)) if is_8bit(torch.Size(shape))]
+    assert large == [(32, 128), (32, 4, 32)]  # 4096 elements and rows of 128 are enough
+
     def body() -> None:
         module, optimizer = build(1)
         run_steps(module, optimizer, range(1))
