@@ -18,6 +18,8 @@ from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.quantization.layers import iterate_quantized, quantize_model
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing, apply_activation_checkpointing
+from lit_fsdp.sharding.settings import Settings
+from lit_fsdp.sharding.shard import Compile
 from lit_fsdp.sharding.wrap import Wrap, iterate_blocks, plan_units
 from lit_fsdp.weights.load import init_weights, materialize
 
@@ -247,6 +249,14 @@ def test_a_setting_that_means_nothing_is_refused(recompute: ActivationCheckpoint
     with pytest.raises(ValueError, match=message):
         apply_activation_checkpointing(model, recompute, ["0"])
     assert "forward" not in vars(model[0])
+
+
+@pytest.mark.parametrize("name", ["offload", "keep_dequantized"])
+def test_what_compiled_blocks_do_not_keep_is_refused_beside_them(name: str) -> None:
+    recompute = ActivationCheckpointing(mode="full", **{name: True})
+    settings = Settings(activation_checkpointing=recompute, compile=Compile())
+    with pytest.raises(ValueError, match=rf"^activation_checkpointing.{name}: .*compiled blocks keep .* out$"):
+        settings.check(world_size=1, ranks_per_node=1, device=torch.device("cpu"))
 
 
 def test_selective_refuses_blocks_inside_blocks() -> None:

@@ -311,10 +311,12 @@ def test_a_global_batch_that_the_ranks_cannot_share_is_refused_or_on_a_resume_th
     )
 
 
-def test_an_accumulation_beside_a_global_batch_is_refused() -> None:
+def test_a_global_batch_beside_an_accumulation_or_without_a_batch_size_is_refused() -> None:
     data = SimpleNamespace(batch_size=2, global_batch_size=8)
     with pytest.raises(ValueError, match=r"accumulate_grad_batches: set \(4\) beside data.global_batch_size 8"):
         derive_accumulation(build_trainer(1, accumulate_grad_batches=4), data, is_resumed=False)
+    with pytest.raises(ValueError, match="global_batch_size: got 8: needs batch_size, the rows in a micro-batch"):
+        derive_accumulation(build_trainer(1), SimpleNamespace(global_batch_size=8), is_resumed=False)
 
 
 @pytest.mark.full

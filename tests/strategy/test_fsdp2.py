@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -47,6 +48,10 @@ def test_registered_names_stand_for_these_settings(name: str, expected: FSDP2Str
     assert found.settings == expected.settings
 
 
+class OwnPrecision(Precision):
+    """A plugin as users write it."""
+
+
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
@@ -70,6 +75,8 @@ def test_registered_names_stand_for_these_settings(name: str, expected: FSDP2Str
         ),
         (FSDP2Strategy, {"precision": "16-true"}, "nearest: 16-mixed or bf16-true"),
         (FSDP2Strategy, {"precision": "64-true"}, "expected one of 32-true"),
+        (FSDP2Strategy, {"plugins": [OwnPrecision()]}, "cannot work with OwnPrecision; leave out trainer.plugins"),
+        (FSDP2Strategy, {"sync_batchnorm": True}, "sync_batchnorm: got true: .* call .*convert_sync_batchnorm in"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_when_the_trainer_is_built(
