@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,6 +29,7 @@ from lit_fsdp import ActivationCheckpointing, CPUOffload, FSDP2Strategy, Mesh, M
 from lit_fsdp.callbacks import MemoryLogger
 from lit_fsdp.checkpoint.manifest import is_complete
 from lit_fsdp.sharding.wrap import Unit, plan_units
+from lit_fsdp.strategy import fsdp2
 from lit_fsdp.strategy.precision_plugin import FSDP2Precision
 from lit_fsdp.tasks import CausalLM
 from ranks import run_ranks
@@ -210,14 +212,28 @@ def test_parameters_and_optimizer_state_are_sharded(tmp_path: Path) -> None:
 def fit_twice(folder: Path) -> None:
     counts = []
     for _ in range(2):
-        strategy = FSDP2Strategy(mesh=Mesh(replicate=2), oom_retries=1)
+        strategy = FSDP2Strategy(mesh=Mesh(replicate=2), oom_retries=1, timeout_s=77)
         build_trainer(strategy, max_steps=1, callbacks=[MemoryLogger()]).fit(build_task(folder), Rows(64, 4))
         counts.append(len(dist.distributed_c10d._world.pg_map))
+        assert strategy.device_mesh is not None
+        backends = [group._get_backend(torch.device("cpu")) for group in strategy.device_mesh.get_all_groups()]
+        assert [backend.options._timeout.total_seconds() for backend in backends] == [77, 77]
     assert counts[0] == counts[1]
 
 
 def test_a_second_run_in_a_process_makes_no_more_process_groups(tmp_path: Path) -> None:
     run_ranks(fit_twice, save_model(tmp_path / "model", **EVEN))
+
+
+def test_ranks_wait_as_long_for_each_other_as_the_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    def meet(*_: Any, timeout_s: float, start_timeout_s: float, **__: Any) -> None:
+        raise RuntimeError(f"{timeout_s} and at the start {start_timeout_s}")
+
+    monkeypatch.setattr(fsdp2, "init_process_group", meet)
+    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "max_steps": 1}
+    strategy = FSDP2Strategy(timeout_s=77.0, start_timeout_s=5.0)
+    with pytest.raises(RuntimeError, match=r"^77\.0 and at the start 5\.0$"):
+        pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, **options).fit(BoringModel())
 
 
 def load_from(path: Path, folder: Path, message: str) -> None:
