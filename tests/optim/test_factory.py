@@ -258,8 +258,19 @@ def test_settings_that_a_resume_changes_are_those_it_trains_with(
     assert all(difference <= TOLERANCE for difference in differences.values()), differences
 
 
+@pytest.mark.parametrize(
+    ("fused", "is_scaled", "expected"), [(None, False, True), (None, True, False), (False, False, False)]
+)
+def test_one_kernel_steps_all_parameters_unless_steps_are_skipped(
+    fused: bool | None, is_scaled: bool, expected: bool
+) -> None:
+    parameters = [nn.Parameter(torch.zeros(4, 4)), nn.Parameter(torch.zeros(4))]
+    optimizer = build_optimizer(parameters, Optimizer(fused=fused), is_scaled=is_scaled)
+    assert [group["fused"] for group in optimizer.param_groups] == [expected] * 2
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SETTINGS)
 def test_steps_with_infinite_float16_gradients_are_skipped(name: str, folder: Path) -> None:
     def body() -> None:
         strategy = FSDP2Strategy(print_plan=False, mixed_precision=MixedPrecision(param_dtype="float16"))
