@@ -1,6 +1,7 @@
 """What is sent in fewer bits: the error that is promised, and a step that equals the same arithmetic on one device."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.sharding.low_bit import (
     LowBitReduceScatter,
+    compare_crossing,
     count_packed_bytes,
     dequantize_blocks,
     quantize_blocks,
@@ -29,6 +31,7 @@ from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.shard import check_wire, shard_model
 from lit_fsdp.sharding.torch_internals import get_gathered, get_shard, iterate_sharded
 from lit_fsdp.sharding.wrap import Wrap, plan_units
+from lit_fsdp.strategy import fsdp2
 from ranks import run_ranks
 
 TOLERANCE = 1e-6
@@ -103,6 +106,42 @@ def test_a_reduction_in_16_bits_is_the_float32_sum_of_what_was_rounded(world_siz
             LowBitReduceScatter(16)(found, inputs[rank].flatten(), group, dist.ReduceOp.MAX)
 
     run_ranks(body, world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "per_node", "times"),
+    [
+        (2, 1, (0.50, 0.25)),
+        (2, 2, (0.67, 0.34)),
+        (2, 4, (1.14, 0.58)),
+        (4, 4, (1.60, 0.81)),
+        (2, 8, (2.13, 1.08)),
+        (4, 8, (3.10, 1.57)),
+        (1, 8, (0.0, 0.0)),
+    ],
+)
+def test_what_a_node_of_several_ranks_sends_is_as_documented(
+    num_nodes: int, per_node: int, times: tuple[float, float]
+) -> None:
+    found = [compare_crossing(bits, num_nodes * per_node, per_node) for bits in (16, 8)]  # type: ignore[arg-type]
+    assert tuple(round(number, 2) for number in found) == times
+
+
+@pytest.mark.full
+def test_a_reduction_that_sends_more_between_nodes_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fsdp2, "compare_crossing", lambda *_: 1.14)  # as of 8 ranks on two nodes
+    folder = save_model(tmp_path / "model", **EVEN)
+    line = (
+        r"sharding\.reduce_bits: got 16: with 2 ranks on a node it sends 1\.14 times as much .*: set 8, or mixed_prec"
+    )
+
+    def body() -> None:
+        with nullcontext() if dist.get_rank() else pytest.warns(UserWarning, match=line):
+            fit(folder, tmp_path / "out.pt", {"sharding": Sharding(reduce_bits=16)}, {"max_steps": 1})
+
+    run_ranks(body)
 
 
 # A whole step
