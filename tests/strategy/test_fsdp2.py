@@ -213,7 +213,8 @@ def fit_twice(folder: Path) -> None:
     counts = []
     for _ in range(2):
         strategy = FSDP2Strategy(mesh=Mesh(replicate=2), oom_retries=1, timeout_s=77)
-        build_trainer(strategy, max_steps=1, callbacks=[MemoryLogger()]).fit(build_task(folder), Rows(64, 4))
+        options = {"max_steps": 1, "callbacks": [MemoryLogger()], "default_root_dir": folder.parent}
+        build_trainer(strategy, **options).fit(build_task(folder), Rows(64, 4))
         counts.append(len(dist.distributed_c10d._world.pg_map))
         assert strategy.device_mesh is not None
         backends = [group._get_backend(torch.device("cpu")) for group in strategy.device_mesh.get_all_groups()]
