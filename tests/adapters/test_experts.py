@@ -189,7 +189,7 @@ STRATEGIES: dict[Case, dict[str, Any]] = {
 }
 
 
-@pytest.mark.full(after=1)
+@pytest.mark.full
 @pytest.mark.parametrize(("family", "base", "ranks"), RUNS)
 def test_runs_train_as_peft_does_on_one_device(family: str, base: str, ranks: int, tmp_path: Path) -> None:
     folder, quantization = save_family(tmp_path / "model", family), BASES[base]

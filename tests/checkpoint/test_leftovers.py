@@ -306,6 +306,7 @@ def test_a_single_file_that_is_cut_short_is_removed(tmp_path: Path, monkeypatch:
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.full
 def test_a_killed_run_goes_on_from_the_newest_and_tidies_its_own_folders_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -202,7 +202,7 @@ def restore(
 QLORA = {"lora": LoRA(r=4), "quantization": Quantization()}
 
 
-@pytest.mark.full(after=1)
+@pytest.mark.full
 @pytest.mark.parametrize("checkpoint_format", ["single_file", "sharded"])
 @pytest.mark.parametrize(
     ("optimizer", "adapters"), [*((name, {}) for name in OURS), pytest.param("adamw", QLORA, id="adapters over NF4")]

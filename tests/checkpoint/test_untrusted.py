@@ -307,7 +307,7 @@ def test_neither_does_a_run_once_it_has_started(
     assert not Path(MARKER).exists()
 
 
-@pytest.mark.full(after=1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("command", "change", "reason"),
     [

@@ -71,6 +71,7 @@ def test_a_dtype_is_that_of_the_merged_weights(run: Path, tmp_path: Path) -> Non
     assert all(torch.equal(halves[name], whole[name].bfloat16()) for name in whole)
 
 
+@pytest.mark.full
 def test_a_copy_of_the_base_will_do_and_the_card_names_it(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run / "base", tmp_path / "copy")
     export_model(run / "last.ckpt", tmp_path / "a", merge=True, base=str(tmp_path / "copy"))

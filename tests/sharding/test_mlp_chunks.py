@@ -278,6 +278,7 @@ def test_sharded_nf4_with_adapters_equals_stock_libraries(world_size: int, tmp_p
     assert max(differences.values()) <= TOLERANCE, differences
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world_size", RANKS)
 def test_sharded_experts_equal_one_device(world_size: int, tmp_path: Path) -> None:
     torch.manual_seed(1)

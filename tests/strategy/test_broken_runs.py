@@ -170,13 +170,13 @@ def check_all_refuse(expected: str, *args: str, is_met: bool = False) -> None:
     assert sorted(Path("runs").rglob("*")) == before
 
 
-@pytest.mark.full(after=3)
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize("setting", CONFIGS)
 def test_a_broken_configuration_is_refused_by_every_rank_in_the_same_line(setting: str) -> None:
     check_all_refuse(CONFIGS[setting], "fit", "--config=run.yaml", *spell(setting))
 
 
-@pytest.mark.full(after=2)
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize("name", DATA)
 def test_broken_data_is_refused_by_every_rank_with_file_and_line(name: str) -> None:
     is_found_early = name in ("letter.docx", "empty", "trian.jsonl", "null")  # before ranks have met
@@ -227,6 +227,7 @@ def check_second_failed_alone(first: Ended, second: Ended, cause: str, code: int
     assert first.errors[0].startswith("error: another rank failed first, see the message there")
 
 
+@pytest.mark.full
 def test_a_refusal_on_one_rank_ends_the_other_one() -> None:
     ranks = fork_ranks("fit", "--config=run.yaml", "--data.class_path=lone.LoneData")
     check_second_failed_alone(*ranks, cause="rows do not fill one global batch of 2000", code=2)

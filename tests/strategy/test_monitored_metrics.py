@@ -25,7 +25,7 @@ def run(
     return ended
 
 
-@pytest.mark.full(after=2)
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize(
     ("callback", "settings", "word", "num_steps"),
     [

@@ -183,7 +183,7 @@ def test_the_first_rank_says_the_line_of_all_before_torchrun_can_end_it_for_one_
     assert store.num_keys() <= 2
 
 
-@pytest.mark.full(after=1)
+@pytest.mark.full
 @pytest.mark.parametrize("launcher", [SLURM, OWN_STORE])
 def test_the_first_rank_says_the_line_of_all_where_no_agent_has_a_store(
     tmp_path: Path, launcher: dict[str, str]

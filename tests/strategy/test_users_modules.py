@@ -290,6 +290,7 @@ class WithoutOptimizer(Plain):
         return None
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize("checkpoint_format", ["sharded", "single_file"])
 def test_a_module_without_an_optimizer_is_saved_and_resumed(checkpoint_format: str, tmp_path: Path) -> None:
     settings = {"checkpoint_format": checkpoint_format}
@@ -362,7 +363,8 @@ class Counted(Plain):
         return DataLoader(Rows(), batch_size=8)
 
 
-@pytest.mark.parametrize("is_accumulated", [False, True])
+@pytest.mark.full(after=1)
+@pytest.mark.parametrize("is_accumulated", [True, False])
 def test_what_max_steps_ended_within_an_epoch_is_accumulated_and_logged_as_without_the_end(
     is_accumulated: bool, tmp_path: Path
 ) -> None:
@@ -565,6 +567,7 @@ class Adversaries(Plain):
         assert "toggle_optimizer" not in vars(self), "a copy of the module would toggle the original"
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize("is_by_hand", [False, True])
 def test_toggled_optimizers_train_one_network_at_a_time(is_by_hand: bool, tmp_path: Path) -> None:
     compare(partial(Adversaries, is_by_hand), tmp_path)
@@ -853,6 +856,7 @@ class OwnPlan(Plain):
         fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
 
+@pytest.mark.full
 def test_code_for_model_parallel_strategy_finds_its_mesh(tmp_path: Path) -> None:
     compare(OwnPlan, tmp_path)
 

@@ -129,7 +129,7 @@ def test_adapters_trained_over_it_are_exported_and_merged(models: Path, kind: st
     assert measure(run_model(model), tmp_path) < 5e-6
 
 
-@pytest.mark.full(after=1)
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["nf4 double", "int8"])
 def test_a_run_over_it_is_opened_as_it_was_trained(
     models: Path, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
