@@ -5,6 +5,7 @@ import re
 from functools import cache
 from pathlib import Path
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).parent.parent

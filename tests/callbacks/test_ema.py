@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from differences import find_largest
 from lightning.pytorch.callbacks import BackboneFinetuning
 from models import to_full
 from torch import Tensor, nn
@@ -85,7 +86,7 @@ def load(folder: Path, out: Path, checkpoint: Path) -> None:
 
 def find_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     assert a.keys() == b.keys()
-    return max(float((a[name] - b[name]).abs().max()) for name in a)
+    return find_largest(float((a[name] - b[name]).abs().max()) for name in a)
 
 
 @pytest.mark.full

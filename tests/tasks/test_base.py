@@ -6,6 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from differences import find_largest
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import nn
@@ -155,7 +156,7 @@ def test_precisions_store_what_they_say_and_follow_the_float32_curve(
     assert facts["frequencies"] == torch.float32
     assert facts["is_fused"] is (mixed_precision is None or mixed_precision.param_dtype != "float16")
     differences = [abs(a - b) for a, b in zip(facts["losses"], truth.losses, strict=True)]
-    assert max(differences) <= tolerance
+    assert find_largest(differences) <= tolerance
     assert (max(differences) > 1e-6) is (tolerance > 1e-6)  # it did compute in another dtype
 
 

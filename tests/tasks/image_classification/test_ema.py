@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from differences import find_largest
 from image_training import NUM_CLASSES, VIT, ImageRows, collate, make_images, save_classifier, train_plainly
 from torch import Tensor, nn
 from training import GLOBAL_BATCH, NUM_STEPS, OPTIMIZER, build_trainer, gather_weights
@@ -47,7 +48,7 @@ class Validated(ImageRows):
 
 def find_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     assert a.keys() == b.keys()
-    return max(float((a[name] - b[name]).detach().abs().max()) for name in a)
+    return find_largest(float((a[name] - b[name]).detach().abs().max()) for name in a)
 
 
 def train(folder: Path, out: Path, warmup: bool) -> None:
