@@ -288,6 +288,9 @@ def test_mfu_is_of_the_peak_of_the_dtype_that_is_computed_in(tmp_path: Path, mon
     section = fit(Peaked(num_warmup_steps=1), tmp_path, limit_val_batches=0, max_steps=3)
     assert section.numbers["mfu_pct"] == pytest.approx(100 * section.numbers["model_tflop_s"] / 1e-6)
     assert section.numbers["hfu_pct"] == section.numbers["mfu_pct"] > 0
+    uncounted = fit(Peaked(num_warmup_steps=1, count_flops=False), tmp_path, limit_val_batches=0, max_steps=3).numbers
+    assert uncounted["step_s"] > 0
+    assert not uncounted.keys() & {"model_tflop_s", "mfu_pct", "hfu_pct"}
     for precision, matmul, expected in (
         ("32-true", "highest", "float32"),
         ("32-true", "high", "tf32"),
