@@ -142,14 +142,22 @@ def test_a_resumed_run_goes_on_like_one_that_was_not_interrupted(
 
 
 def train_with_model_checkpoint(folder: Path) -> None:
+    losses: dict[int, float] = {}
+
+    class Note(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            losses[trainer.global_step] = float(trainer.callback_metrics["train/loss"])
+
     keeper = ModelCheckpoint(
         folder / "kept", monitor="train/loss", save_top_k=2, every_n_train_steps=2, save_last="link"
     )
-    options = {"callbacks": [keeper], "enable_checkpointing": True, "max_steps": 8}
+    options = {"callbacks": [Note(), keeper], "enable_checkpointing": True, "max_steps": 8}
     trainer = build_trainer(FSDP2Strategy(print_plan=False), **options)
     trainer.fit(build_task(folder / "model"), Rows(64, 4))
     kept = sorted(p.name for p in (folder / "kept").iterdir())
-    assert len(kept) == 3
+    best = sorted((2, 4, 6, 8), key=lambda step: losses[step])[:2]
+    assert kept == [*(f"epoch=0-step={step}.ckpt" for step in sorted(best)), "last.ckpt"]
+    assert Path(keeper.best_model_path).name == f"epoch=0-step={best[0]}.ckpt"
     last = folder / "kept" / "last.ckpt"
     assert last.is_symlink()
     assert (last / "meta.pt").is_file()
