@@ -69,8 +69,8 @@ def list_collectives() -> list[Collective]:
     for backend, dump in _RECORDERS.items():
         if dump is not None:
             entries = json.loads(dump(True, False)).get("entries", [])
-            found += [_read(backend, entry) for entry in entries if not entry["is_p2p"]]
-    return found
+            found += [(entry["time_created_ns"], _read(backend, entry)) for entry in entries if not entry["is_p2p"]]
+    return [collective for _, collective in sorted(found, key=lambda pair: pair[0])]
 
 
 def _read(backend: str, entry: dict[str, Any]) -> Collective:

@@ -174,7 +174,7 @@ class HangWatch:
 
     def _describe(self) -> tuple[RankReport, list[Collective]]:
         known = list_collectives()
-        begun = _list_begun(known, set(self._waits))
+        begun = list_begun(known, set(self._waits))
         position = find_position(self._watched)
         step, doing = self._get_step()
         groups = _list_groups()
@@ -326,13 +326,16 @@ class _Alarm:
         return self.is_said
 
 
-def _list_begun(known: list[Collective], keys: set[Any]) -> list[Collective]:
-    """Return the oldest collective that is not over, of each group that seems to wait.
+def list_begun(known: list[Collective], keys: set[Any]) -> list[Collective]:
+    """Return the oldest collective that is not over, of each group that seems to wait, the oldest of all first.
 
     Later ones are queued behind it, and a rank may be ahead of another with those.
     """
-    waiting = {what[0] for what in keys}
-    return list({c.key: c for c in reversed(known) if not c.is_over and c.key in waiting}.values())[::-1]
+    waiting, found = {what[0] for what in keys}, dict[str, Collective]()
+    for collective in known:
+        if not collective.is_over and collective.key in waiting:
+            found.setdefault(collective.key, collective)
+    return list(found.values())
 
 
 def _name(collective: Collective) -> str:

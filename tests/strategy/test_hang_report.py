@@ -1,5 +1,6 @@
 """A rank that others wait for is named, with what it does; the run itself is left alone."""
 
+import json
 import math
 import os
 import re
@@ -17,6 +18,7 @@ from lightning.pytorch import Trainer
 from training import EVEN, GLOBAL_BATCH, NUM_STEPS, Rows, build_task, build_trainer, save_model
 
 from lit_fsdp import FSDP2Strategy
+from lit_fsdp.profiling import flight_recorder
 from lit_fsdp.strategy import hang_watch
 from lit_fsdp.strategy.hang_report import RankReport, Wait, describe_hang, read_report, write_report
 from lit_fsdp.strategy.hang_watch import choose_report_s
@@ -288,6 +290,24 @@ def test_a_save_beside_training_does_not_hide_who_is_late() -> None:
     # What a side thread waits in does not hold the run back.
     late = make_report(1, waits=[save], begun={"nccl 0": 39}, is_waiting=False, activity="an export")
     assert "for rank 1 on node0, which is at step 12 in an export" in describe(first, late, world_size=2)
+
+
+def test_of_two_backends_that_wait_the_collective_that_began_first_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs the host goes on behind a gather of NCCL, up to what ranks compare over gloo."""
+
+    def make_entry(number: int, at_ns: int) -> dict[str, Any]:
+        where = {"pg_id": 0, "process_group": ["0", ""], "thread_id": "1", "is_p2p": False}
+        sizes = {"input_sizes": [[2]], "output_sizes": [[4]]}
+        state = {"retired": False, "state": "started", "profiling_name": "gather", "time_created_ns": at_ns}
+        return {**where, **sizes, **state, "collective_seq_id": number}
+
+    dumps = {"gloo": [make_entry(7, 200)], "nccl": [make_entry(40, 100), make_entry(41, 300)]}
+    recorders = {name: partial(lambda text, *_: text, json.dumps({"entries": dumps[name]})) for name in dumps}
+    monkeypatch.setattr(flight_recorder, "_RECORDERS", recorders)
+    known = flight_recorder.list_collectives()
+    assert [collective.number for collective in known] == [40, 7, 41]
+    begun = hang_watch.list_begun(known, {(collective.key, collective.number) for collective in known})
+    assert [(collective.group, collective.number) for collective in begun] == [("nccl 0", 40), ("gloo 0", 7)]
 
 
 def test_many_late_and_silent_ranks_are_named_shortly() -> None:
