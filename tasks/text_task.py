@@ -15,6 +15,7 @@ from transformers.utils import import_utils
 from typing_extensions import override
 
 from lit_fsdp.adapters.lora import LoRA
+from lit_fsdp.errors import ConfigError
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.quantization.quantize import Quantization
@@ -109,6 +110,11 @@ class TextTask(PretrainedTask):
     @override
     @contextmanager
     def enter_dry_run(self, batch: Mapping[str, Any]) -> Iterator[None]:
+        if self.attention == "flex_attention":  # what was compiled would run, at addresses that are none
+            raise ConfigError(
+                "attention: got 'flex_attention': it is compiled, and compiled code cannot run on tensors without "
+                "values: plan with attention: sdpa, whose mask takes more memory"
+            )
         with keep_branches(batch), plan_attention(batch, self.trainer.strategy.root_device.type):
             yield
 

@@ -23,6 +23,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lit_fsdp import ActivationCheckpointing, Compile, FSDP2Strategy
+from lit_fsdp.errors import ConfigError
 from lit_fsdp.planning.planned_step import PlannedGpu, PlannedTrainer, prepare_step
 from lit_fsdp.planning.trace.apart import run_apart
 from lit_fsdp.planning.trace.exact_trace import trace_step
@@ -465,6 +466,13 @@ def test_a_plan_counts_the_attention_that_a_run_has() -> None:
         assert with_mask.flops.forward - without.flops.forward == pytest.approx(
             num_layers * 4 * 2048 * (2048 - 512) * heads["num_attention_heads"] * 8, rel=0.01
         ), options
+
+
+def test_a_plan_of_compiled_attention_is_refused_before_it_runs() -> None:
+    with pytest.raises(ConfigError) as caught:
+        trace("flex_attention")
+    assert caught.value.line.startswith("attention: got 'flex_attention': it is compiled")
+    assert "plan with attention: sdpa" in caught.value.line
 
 
 @pytest.mark.parametrize(
