@@ -126,7 +126,7 @@ two_ranks() {
 }
 
 packed() {
-    local setting=(--device cuda --precision bf16-true --steps 8 --attention sdpa auto flex_attention)
+    local setting=(--device cuda --precision bf16-true --steps 8 --repeats 1 --attention sdpa auto flex_attention)
     [ "$device" = cpu ] && setting=(--length 256 --documents 4 --repeats 1)
     try 4 python3 benchmarks/packed_attention.py "${setting[@]}" --out "$results/packed_attention_${device}_$today.md"
 }

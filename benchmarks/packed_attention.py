@@ -5,8 +5,9 @@
     python benchmarks/packed_attention.py --plan --out benchmarks/results/packed_attention_DATE.md   # counts, no runs
 
 A Llama (hidden 256, 2 layers, 4 heads, 2 key-value heads, vocabulary 512) on one rank, one packed row in a micro-batch,
-documents of the same lengths in all runs. Each run is a process of its own, and variants take turns. The peak of the
-plan is that of the trace. The peak of the run is what torch's allocator says; on a CPU the growth of the process.
+documents of the same lengths in all runs. Each run is a process of its own, and variants take turns. One that fails is
+named, and the others go on; the page is written anew after each. The peak of the plan is that of the trace, of which
+``flex_attention`` has none. The peak of the run is what torch's allocator says; on a CPU the growth of the process.
 With --plan, a Llama of hidden 512, 4 layers and 8 heads is traced only, over four documents of like lengths.
 """
 
@@ -18,6 +19,7 @@ import resource
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from datetime import date
 from pathlib import Path
 from statistics import median
@@ -38,13 +40,14 @@ _PLANNED_ON = (("cuda", "bf16-true"), ("cuda", "32-true"), ("cpu", "32-true"))
 _COLUMNS = ("attention", "last loss", "peak of the plan, MiB", "peak of the run, MiB", "CPU s of a step", "wall s")
 
 
-def run(args: argparse.Namespace) -> dict[str, float]:
-    """Train some steps with one attention; return losses, peaks and times."""
+def run(args: argparse.Namespace) -> dict[str, float | None]:
+    """Train some steps with one attention; return losses, peaks and times, ``None`` for a peak that is not traced."""
     import lightning.pytorch as pl
     import torch
     from torch.utils.data import DataLoader
 
     from lit_fsdp import FSDP2Strategy
+    from lit_fsdp.errors import ConfigError
     from lit_fsdp.planning.planned_step import PlannedGpu, PlannedTrainer, prepare_step
     from lit_fsdp.planning.trace.exact_trace import trace_step
     from lit_fsdp.tasks import CausalLM
@@ -97,20 +100,26 @@ def run(args: argparse.Namespace) -> dict[str, float]:
 
     task, options = build()
     planned: Any = "cpu" if args.device == "cpu" else PlannedGpu()
-    traced = trace_step(prepare_step(PlannedTrainer(accelerator=planned, **options), task, Rows()))
+    traced = None
+    with suppress(ConfigError):  # of what cannot be traced
+        traced = trace_step(prepare_step(PlannedTrainer(accelerator=planned, **options), task, Rows()))
     if args.plan:
-        flops = {f"{name}_tflop": getattr(traced.flops, name) / 1e12 for name in ("forward", "backward")}
-        return {"peak_gb": traced.memory.peak.num_bytes / 1e9, **flops}
+        return _describe_trace(traced)
     task, options = build()
     watch = Watch()
     pl.Trainer(accelerator="gpu" if args.device == "cuda" else "cpu", callbacks=[watch], **options).fit(task, Rows())
     return {
         "loss": watch.losses[-1],
-        "planned_mib": traced.memory.peak.num_bytes / _MIB,
+        "planned_mib": None if traced is None else traced.memory.peak.num_bytes / _MIB,
         "peak_mib": (read_peak() - watch.begin) / _MIB,
         "cpu_s": median(watch.cpu_s[1:]),
         "wall_s": median(watch.wall_s[1:]),
     }
+
+
+def _describe_trace(traced: Any) -> dict[str, float | None]:
+    flops = {f"{name}_tflop": getattr(traced.flops, name) / 1e12 for name in ("forward", "backward")}
+    return {"peak_gb": traced.memory.peak.num_bytes / 1e9, **flops}
 
 
 def plan(args: argparse.Namespace) -> str:
@@ -155,41 +164,66 @@ def main() -> None:
     if args.one:
         print(json.dumps(run(args)))
         return
-    text = plan(args) if args.plan else compare(args)
-    print(text)
+    if not args.plan:
+        compare(args)
+        return
+    print(text := plan(args))
     if args.out is not None:
         args.out.write_text(text)
 
 
-def compare(args: argparse.Namespace) -> str:
-    """Let variants take turns; return a page."""
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in args.attention}
-    for _ in range(args.repeats):
+def compare(args: argparse.Namespace) -> None:
+    """Let variants take turns; print a page, and write what there is of it after each.
+
+    Raises:
+        SystemExit: Some have failed.
+    """
+    found: dict[str, list[dict[str, float | None]]] = {name: [] for name in args.attention}
+    failed: list[str] = []
+    page = ""
+    for turn in range(args.repeats):
         for name in args.attention:
             command = [sys.executable, __file__, *sys.argv[1:], "--attention", name, "--one"]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            found[name].append(json.loads(done.stdout.splitlines()[-1]))
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+            if done.returncode:
+                failed.append(f"`{name}`, repeat {turn + 1}: ended with {done.returncode}")
+            else:
+                found[name].append(json.loads(done.stdout.splitlines()[-1]))
+            page = format_page(args, found, failed)
+            if args.out is not None:
+                args.out.write_text(page)
+    print(page)
+    if failed:
+        sys.exit(f"not measured: {'; '.join(failed)}")
+
+
+def format_page(args: argparse.Namespace, found: dict[str, list[dict[str, float | None]]], failed: list[str]) -> str:
+    """Return the medians of what there is."""
     import torch
     import transformers
 
     hardware = torch.cuda.get_device_name() if args.device == "cuda" else "CPU, one thread, shared with other programs"
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     row = f"one row of {args.length:,} tokens and {args.documents} documents"
+    num_runs = max(map(len, found.values()))
     setting = (
-        f"`python {' '.join(sys.argv)}`: {versions}, {hardware}, {args.precision}, {row}, {args.repeats} repeats that "
-        "take turns, medians [smallest, largest]. Of times, only ratios mean something. A Llama of hidden 256, 2 "
+        f"`python {' '.join(sys.argv)}`: {versions}, {hardware}, {args.precision}, {row}, up to {num_runs} runs of "
+        "each in turn, medians [smallest, largest]. Of times, only ratios mean something. A Llama of hidden 256, 2 "
         "layers, 4 heads and 2 key-value heads. The peak of the run is what the allocator says, on a CPU how much the "
         "process grew."
     )
     lines = [f"# Packed rows with a mask and without one, {date.today().isoformat()}", "", setting, ""]
     lines += [f"| {' | '.join(_COLUMNS)} |", "|---" * len(_COLUMNS) + "|"]
     for name, rows in found.items():
-        cells = [_describe([row[key] for row in rows], key) for key in rows[0]]
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+        cells = [_describe([row[key] for row in rows if row[key] is not None], key) for key in rows[0]] if rows else []
+        lines += [f"| `{name}` | {' | '.join(cells)} |"] if rows else []
+    lines += ["", "Failed:", "", *(f"- {failure}" for failure in failed)] if failed else []
     return "\n".join(lines) + "\n"
 
 
-def _describe(values: list[float], key: str) -> str:
+def _describe(values: list[Any], key: str) -> str:
+    if not values:
+        return "not traced"
     form = "{:.6f}" if key == "loss" else "{:,.0f}" if key.endswith("mib") else "{:.2f}"
     low, high = form.format(min(values)), form.format(max(values))
     middle = form.format(median(values))

@@ -56,6 +56,18 @@ def test_unknown_parts_and_missing_gpus_are_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full
+def test_attention_that_fails_is_named_beside_what_was_measured(tmp_path: Path) -> None:
+    """On a CPU ``flex_attention`` is refused."""
+    page, script = tmp_path / "page.md", ROOT / "benchmarks" / "packed_attention.py"
+    sizes = ("--length=64", "--documents=2", "--repeats=1", f"--out={page}", "--attention", "flex_attention", "sdpa")
+    done = subprocess.run([sys.executable, str(script), *sizes], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr[-2000:]
+    assert "not measured: `flex_attention`, repeat 1" in done.stderr
+    assert "| `sdpa` |" in page.read_text()
+    assert "- `flex_attention`, repeat 1: ended with" in page.read_text()
+
+
 @pytest.fixture
 def step(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module of ``benchmarks/step.py``."""
