@@ -7,7 +7,8 @@ A Llama with random weights and layers as those of the ``--shape``, as many as f
 activation checkpointing, AdamW and clipping, one row in a micro-batch, on one rank. Each run is a process of its own,
 and variants take turns. Without offload nothing waits for the host, so its speed is what offload is compared with:
 layer by layer, that of the whole model, which would not fit. On a CPU losses with and without the overlap have to be
-equal bit for bit; a GPU adds in an order of its own, so that there all have to agree to 2**-8.
+equal bit for bit; a GPU adds in an order of its own, so that there all have to agree to 2**-8. A page whose losses
+differ by more says so, and the exit code is 1, as it is where a variant fails. The page is written anew after each run.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from datetime import date
 from itertools import pairwise
+from math import inf, isfinite
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -101,45 +104,63 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def measure(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """Run every variant in a process of its own, in turn, each turn in the other order."""
+def measure(args: argparse.Namespace) -> Iterator[tuple[dict[str, list[dict[str, Any]]], list[str]]]:
+    """Run every variant in a process of its own, in turn, each turn in the other order.
+
+    After each run, yields what there is so far, and what has failed.
+    """
     found: dict[str, list[dict[str, Any]]] = {variant: [] for variant in VARIANTS}
+    failed: list[str] = []
     for repeat in range(args.repeats):
         for variant in list(VARIANTS)[:: 1 if repeat % 2 == 0 else -1]:
             command = [sys.executable, __file__, *sys.argv[1:], "--variant", variant]
             hidden = {} if args.device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **hidden}, check=False)
             if done.returncode:
-                raise SystemExit(f"{variant}: ended with {done.returncode}")
-            found[variant].append(json.loads(done.stdout.splitlines()[-1]))
-            print(variant, found[variant][-1], file=sys.stderr, flush=True)
-    return found
+                failed.append(f"`{variant}`, repeat {repeat + 1}: ended with {done.returncode}")
+            else:
+                found[variant].append(json.loads(done.stdout.splitlines()[-1]))
+                print(variant, found[variant][-1], file=sys.stderr, flush=True)
+            yield found, failed
 
 
-def write_page(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -> str:
-    """Return the page; fail if variants did not do the same work."""
-    first, *_ = found["no offload"]
-    is_cuda = args.device == "cuda"
-    losses = {variant: [run["losses"] for run in runs] for variant, runs in found.items()}
+def compare_losses(found: dict[str, list[dict[str, Any]]], *, is_cuda: bool) -> float:
+    """Return the largest difference of the loss of a step among the runs that have to do the same work, relative."""
     # Elsewhere the optimizer rounds in another way.
-    compared = losses if is_cuda else {name: losses[name] for name in VARIANTS if name != "no offload"}
-    steps = zip(*(run for runs in compared.values() for run in runs), strict=True)
-    difference = max((max(step) - min(step)) / max(step) for step in steps)
-    if difference > (MAX_DIFFERENCE if is_cuda else 0.0):
-        raise SystemExit(f"losses differ: {losses}")
+    compared = [run["losses"] for name, runs in found.items() for run in runs if is_cuda or name != "no offload"]
+    if not all(isfinite(loss) for losses in compared for loss in losses):
+        return inf
+    return max(((max(step) - min(step)) / max(step) for step in zip(*compared, strict=True)), default=0.0)
+
+
+def is_same_work(difference: float, *, is_cuda: bool) -> bool:
+    """Whether runs whose losses differ by so much are compared."""
+    return difference <= (MAX_DIFFERENCE if is_cuda else 0.0)
+
+
+def format_page(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]], failed: list[str]) -> str:
+    """Return the page of what there is."""
+    first = next(run for runs in found.values() for run in runs)
+    is_cuda = args.device == "cuda"
+    difference = compare_losses(found, is_cuda=is_cuda)
+    base = [median(run["steps_s"]) for run in found["no offload"]]
     rows = []
     for variant, runs in found.items():
+        if not runs:
+            continue
         medians = [median(run["steps_s"]) for run in runs]
-        speed = median([median(run["steps_s"]) for run in found["no offload"]]) / median(medians)
+        speed = median(base) / median(medians) if base else float("nan")
         numbers = [f"{value:.3f}" for value in (median(medians), min(medians), max(medians))]
         peak, loss = max(run["peak_gib"] for run in runs), runs[-1]["losses"][-1]
         rows.append(f"| `{variant}` | {' | '.join(numbers)} | {speed:.2f} | {peak:.2f} | {loss:.6f} |")
     setting = (
         f"{first['device']}, torch {first['torch']}, {os.cpu_count()} cores, {args.precision}: {args.layers} layers of "
         f"shape {args.shape}, {args.micro_batches} x {args.length:,} tokens a step, clipped to 1, medians of "
-        f"{args.repeats} runs of {args.steps - WARM_UP} steps that took turns. `speed` is that without offload = 1. "
-        + (f"All losses agree to {difference:.0e}. " if is_cuda else "Losses with both kinds of offload are equal. ")
-        + "`benchmarks/offload.py` says how."
+        f"up to {max(map(len, found.values()))} runs of {args.steps - WARM_UP} steps that took turns. `speed` is that "
+        "without offload = 1. "
+        + ("" if is_same_work(difference, is_cuda=is_cuda) else "**These runs did not do the same work.** ")
+        + f"{'All losses' if is_cuda else 'Losses with offload'} agree to {difference:.0e}. `benchmarks/offload.py` "
+        "says how."
     )
     lines = [
         f"# Offload beside compute, {date.today().isoformat()}",
@@ -150,6 +171,7 @@ def write_page(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]])
         "|---" * len(COLUMNS) + "|",
         *rows,
     ]
+    lines += ["", "Failed:", "", *(f"- {failure}" for failure in failed)] if failed else []
     if not is_cuda:
         lines += ["", "On a CPU nothing is copied: this shows that the commands run, and no speed."]
     return "\n".join(lines) + "\n"
@@ -174,10 +196,17 @@ def main() -> None:
     if args.variant is not None:
         print(json.dumps(run(args)))
         return
-    page = write_page(args, measure(args))
+    found, failed, page = dict[str, list[dict[str, Any]]](), list[str](), ""
+    for found, failed in measure(args):
+        page = format_page(args, found, failed) if any(found.values()) else ""
+        if args.out is not None and page:
+            args.out.write_text(page)
+    if not any(found.values()):
+        sys.exit(f"nothing was measured: {'; '.join(failed)}")
     print(page)
-    if args.out is not None:
-        args.out.write_text(page)
+    difference = compare_losses(found, is_cuda=args.device == "cuda")
+    if failed or not is_same_work(difference, is_cuda=args.device == "cuda"):
+        sys.exit(f"failed: {'; '.join(failed)}; losses differ by {difference:.1e}")
 
 
 if __name__ == "__main__":

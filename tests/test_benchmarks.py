@@ -75,6 +75,23 @@ def step(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("step")
 
 
+def test_the_page_of_offload_has_what_there_is_and_says_what_is_wrong_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    offload: Any = importlib.import_module("offload")
+    given = argparse.Namespace(
+        device="cuda", precision="bf16-mixed", layers=2, shape="tiny", micro_batches=1, length=64, steps=5
+    )
+    run = {"steps_s": [1.0], "peak_gib": 1.0, "losses": [8.0], "device": "GPU", "torch": "2.13"}
+    found: dict[str, Any] = {variant: [] for variant in offload.VARIANTS} | {"no offload": [run]}
+    page = offload.format_page(given, found, ["`cpu_offload: {}`, repeat 1: ended with 1"])
+    assert "| `no offload` | 1.000" in page
+    assert "- `cpu_offload: {}`, repeat 1: ended with 1" in page
+    assert "did not do the same work" not in page
+    for loss in (9.0, float("nan")):
+        other = {"cpu_offload: {}": [{**run, "losses": [loss]}]}
+        assert "**These runs did not do the same work.**" in offload.format_page(given, {**found, **other}, [])
+
+
 def test_only_runs_with_equal_losses_are_compared(step: Any) -> None:
     plain = {"plain": [{"loss": 9.0}]}
     assert step.is_equal_work({**plain, "ours": [{"loss": 9.0 * (1 + 0.9e-6)}]}, bf16=False)
