@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import select
 import sys
 import tempfile
@@ -99,16 +98,20 @@ class Run:
     marks: list[tuple[float, float]] = field(default_factory=list)
     first_s: tuple[float, float] = (0.0, 0.0)
     bytes_before: int = 0
+    peak_bytes: int = 0  # on a GPU
 
     def start_memory(self) -> None:
         """Begin to measure memory: what a run needs is imported, and there is no model yet."""
+        import torch
+
         if self.case.kind != "speech":
             name = json.loads((self.folder / "config.json").read_text())["model_type"]
             import_module(f"transformers.models.{name}.modeling_{name}")
         if self.case.adapters:
             import peft  # noqa: F401
-        Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
-        self.bytes_before = read_memory("VmRSS")
+        if not torch.cuda.is_available():
+            Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+            self.bytes_before = read_memory("VmRSS")
 
     def tick(self) -> None:
         """Note wall clock and CPU time at the end of a step, and where the next one begins."""
@@ -116,6 +119,8 @@ class Run:
 
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+            # Noted in each step, as callbacks that watch memory let the peak begin anew.
+            self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated())
         self.marks.append((time.perf_counter(), time.process_time()))
         if self.turns is not None:
             if len(self.marks) > 1:  # the first steps are of no turn
@@ -132,15 +137,12 @@ class Run:
 
         if len(self.marks) != self.num_steps:
             raise RuntimeError(f"{len(self.marks)} steps were taken instead of {self.num_steps}")
-        has_gpu = torch.cuda.is_available()
-        peak = torch.cuda.max_memory_allocated() if has_gpu else read_memory("VmHWM") - self.bytes_before
-        usage = resource.getrusage(resource.RUSAGE_SELF)
+        peak = self.peak_bytes if torch.cuda.is_available() else read_memory("VmHWM") - self.bytes_before
         return {
             "wall_s": [b[0] - a[0] for a, b in zip(self.starts, self.marks[1:], strict=False)],
             "cpu_s": [b[1] - a[1] for a, b in zip(self.starts, self.marks[1:], strict=False)],
             "first_step_wall_s": self.first_s[0],
             "first_step_cpu_s": self.first_s[1],
-            "whole_cpu_s": usage.ru_utime + usage.ru_stime,
             "peak_gib": peak / 2**30,
             "loss": loss,
         }
@@ -287,6 +289,8 @@ def run_plain(run: Run) -> float:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     device = get_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # FSDP2 shards onto the current one
     backend = "nccl" if device.type == "cuda" else "gloo"
     if NUM_RANKS > 1:
         dist.init_process_group(backend)
