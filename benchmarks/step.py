@@ -226,10 +226,11 @@ def run_case(name: str, args: argparse.Namespace, found: dict[str, Any]) -> None
                 print(name, variant, numbers, flush=True)
                 if isinstance(numbers, str):
                     entry["failed"][variant] = numbers
-                    continue
-                runs[variant].append({**numbers, "round": turn})
-                if not is_equal_work(runs, bf16=entry["bf16"]):
-                    entry["failed"][variant] = f"its last loss is {runs[variant].pop()['loss']!r}: not the same work"
+                else:
+                    runs[variant].append({**numbers, "round": turn})
+                    if not is_equal_work(runs, bf16=entry["bf16"]):
+                        loss = runs[variant].pop()["loss"]
+                        entry["failed"][variant] = f"its last loss is {loss!r}: not the same work"
                 found["load_after"] = os.getloadavg()
                 if out := args.out or args.add_to:
                     out.write_text(json.dumps(found, indent=1) + "\n")
@@ -246,7 +247,7 @@ def describe_run(args: argparse.Namespace) -> dict[str, Any]:
         code = "from importlib.metadata import version; print(version('trl'), version('transformers'))"
         done = subprocess.run([args.trl_python, "-c", code], capture_output=True, text=True, check=True)
         versions["trl"] = done.stdout.split()[0]
-    own = "gpus of this machine" if has_gpu else f"{os.cpu_count()} cores of a CPU ({platform.machine()}), gloo"
+    own = f"{os.cpu_count()} cores of a CPU ({platform.machine()}), gloo"
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "device": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if has_gpu else own,
@@ -289,8 +290,9 @@ def format_case(name: str, entry: Mapping[str, Any]) -> list[str]:
     """Return the section of a case."""
     case, runs = CASES[name], entry["runs"]
     ran = [variant for variant, found in runs.items() if found]
+    failures = [f"| {TITLES[variant]} | failed: {why.replace('|', '/')} |" for variant, why in entry["failed"].items()]
     if not ran:
-        return []
+        return [f"## {case.title}", "", "| variant | |", "|---|---|", *failures, ""] if failures else []
     rounds = len(runs[ran[0]])
     precision = "bf16-mixed" if entry["bf16"] else "float32"
     heads = ["step, s", "ratio", "CPU ratio", "peak, GiB", "first step, s", "first step, CPU s", "CPU ratio"]
@@ -315,7 +317,7 @@ def format_case(name: str, entry: Mapping[str, Any]) -> list[str]:
         cells += [show(of["first_step_wall_s"], 1), show(of["first_step_cpu_s"], 1)]
         cells.append(show(compare(runs, variant, "first_step_cpu_s"), 2))
         lines.append(f"| {TITLES[variant]} | {' | '.join(cells[: len(heads)])} |")
-    lines += [f"| {TITLES[variant]} | failed: {why.replace('|', '/')} |" for variant, why in entry["failed"].items()]
+    lines += failures
     losses = [run["loss"] for found in runs.values() for run in found]
     spread = (max(losses) - min(losses)) / max(losses)
     return [*lines, "", f"Loss of the last step: {losses[0]:.7f}; all runs agree to {spread:.1e} of it.", ""]
@@ -398,8 +400,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--steps: got {args.steps}: expected {WARMUP + 2} or more, as {WARMUP} warm up")
     if args.rounds < 1 or args.ranks < 1:
         parser.error(f"--rounds, --ranks: got {args.rounds}, {args.ranks}: expected 1 or more")
-    if args.fork and (args.size == "cuda" or any(name.startswith(STARTUP) for name in args.cases)):
-        parser.error("--fork: forks cannot use CUDA, and measure no start: leave it out, or choose --size and --cases")
+    if args.fork and any(name.startswith(STARTUP) for name in args.cases):
+        parser.error("--fork: forks measure no start: leave it out, or choose --cases")
     if args.take_turns and (args.fork or any(name.startswith(STARTUP) for name in args.cases)):
         parser.error(
             "--take-turns: its variants are processes of their own and measure no start: "
@@ -423,8 +425,13 @@ def main() -> None:
         return
     import torch
 
-    if args.size is None:
-        args.size = "cuda" if torch.cuda.is_available() else "cpu"
+    has_gpu = torch.cuda.is_available()
+    if args.fork and has_gpu:  # which variants would use, whatever the size
+        sys.exit("--fork: forks cannot use CUDA: leave it out, or hide the GPUs with CUDA_VISIBLE_DEVICES=")
+    num_ranks, num_gpus = max(CASES[name].ranks or args.ranks for name in args.cases), torch.cuda.device_count()
+    if has_gpu and num_ranks > num_gpus:
+        sys.exit(f"--ranks: got {num_ranks}: expected {num_gpus} or fewer, as each has a GPU of its own")
+    args.size = args.size or ("cuda" if has_gpu else "cpu")
     found = describe_run(args)
     if args.add_to is not None and args.add_to.is_file():
         found = continue_run(json.loads(args.add_to.read_text()), found)

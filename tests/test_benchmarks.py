@@ -107,6 +107,24 @@ def test_ratios_are_of_one_round_also_where_a_run_has_failed(step: Any) -> None:
     assert step.compare(runs, "ours", "s") == [0.5]
 
 
+def test_what_fails_last_is_in_the_file_too(step: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = {"step_wall_s": 1.0, "step_cpu_s": 1.0, "first_step_wall_s": 2.0, "first_step_cpu_s": 2.0}
+    measured: Any = iter(({**done, "peak_gib": 1.0, "loss": 9.0}, "OutOfMemoryError: 2 GiB", "RuntimeError: of all"))
+    monkeypatch.setattr(step, "measure", lambda *_: next(measured))
+    monkeypatch.setattr(step, "build_case", lambda *_: None)
+    out = tmp_path / "numbers.json"
+    options = {"ranks": 1, "rounds": 1, "steps": 6, "size": "tiny", "precision": "32-true", "trl_python": None}
+    given = argparse.Namespace(**options, fork=False, take_turns=False, out=out, variants=["plain", "ours"])
+    about = {"date": "", "device": "", "versions": {}, "options": "", "note": "", "load_before": [0.0]}
+    found: dict[str, Any] = {**about, "cases": {}}
+    step.run_case("vit", given, found)
+    given.variants = ["plain"]
+    step.run_case("full", given, found)
+    failed = [case["failed"] for case in json.loads(out.read_text())["cases"].values()]
+    assert failed == [{"ours": "OutOfMemoryError: 2 GiB"}, {"plain": "RuntimeError: of all"}]
+    assert all(f"failed: {why} |" in out.with_suffix(".md").read_text() for case in failed for why in case.values())
+
+
 def test_variants_that_run_at_once_take_one_step_after_the_other(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def be_rank(rank: int, turns: Any, times: Any) -> None:
         monkeypatch.setattr(sys.modules["step_variants"], "NUM_RANKS", 2)
