@@ -21,12 +21,13 @@ import argparse
 import json
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -34,6 +35,7 @@ from typing import Any
 
 from quick_draws import draw_quickly
 from step_costs import format_costs, list_costs, start_profile
+from step_variants import read_memory
 from stock_adapters import RANK, SHAPES, load_stock, save_model
 
 VARIANTS = ("stock", "accelerate", "ours 1", "ours 1 kept", "ours", "ours kept")  # kept: what is dequantized
@@ -47,6 +49,7 @@ COLUMNS = (
 WARMUP = 2  # steps
 LEARNING_RATE = 1e-4
 PROCESS_LIMIT_S = 300  # a variant that hangs must not cost the others their turn
+GRACE_S = 45  # torchrun gives its ranks 30
 
 
 def is_cuda() -> bool:
@@ -60,7 +63,8 @@ def read_peak_bytes() -> int:
     """Return the most memory that was allocated: on the GPU, or resident in this process."""
     import torch
 
-    return torch.cuda.max_memory_allocated() if is_cuda() else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # Not ``ru_maxrss``, which starts at the peak of the process that started this one.
+    return torch.cuda.max_memory_allocated() if is_cuda() else read_memory("VmHWM")
 
 
 def make_batch(args: argparse.Namespace, step: int) -> dict[str, Any]:
@@ -373,15 +377,21 @@ def run(variant: str, args: argparse.Namespace, folder: str) -> list[dict[str, A
     if variant in ON_RANKS:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
         command = [sys.executable, *launcher, __file__, *options]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PROCESS_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        return f"no end after {PROCESS_LIMIT_S} s"
-    lines = [line for line in done.stdout.splitlines() if line.startswith("[{")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            printed, errors = process.communicate(timeout=PROCESS_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            # Not killed, as torchrun has to end its ranks: they would stay on the GPU beside the next variant.
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=GRACE_S)
+            process.kill()
+            return f"no end after {PROCESS_LIMIT_S} s"
+    lines = [line for line in printed.splitlines() if line.startswith("[{")]
     if lines:
         return list(json.loads(lines[-1]))
-    reasons = [line for line in done.stderr.splitlines() if "Error" in line and not line.startswith(" ")]
-    return reasons[0].strip()[:200] if reasons else done.stderr[-200:]
+    reasons = [line for line in errors.splitlines() if "Error" in line and not line.startswith(" ")]
+    return reasons[0].strip()[:200] if reasons else errors[-200:]
 
 
 def format_results(results: dict[str, list[Any]], args: argparse.Namespace) -> str:
@@ -486,6 +496,18 @@ def main() -> None:
         measure(args)
 
 
+def check_ranks(args: argparse.Namespace, variants: Sequence[str]) -> None:
+    """Refuse more ranks than there are GPUs, before the first variant has taken its minute."""
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    if is_cuda() and args.ranks > num_gpus and not args.one_card and set(variants) & set(ON_RANKS):
+        sys.exit(
+            f"--ranks: got {args.ranks}: expected {num_gpus} or fewer, as each has a GPU of its own: set it, or choose "
+            "--variants of one rank, or --one-card"
+        )
+
+
 def measure(args: argparse.Namespace) -> None:
     """Measure the variants, and print the page."""
     page = ""
@@ -493,6 +515,7 @@ def measure(args: argparse.Namespace) -> None:
         if args.shape == "small":
             save_model(folder)
         variants = args.variants or list_variants(keeps_dense=args.base == "nf4" and not args.keep_activations)
+        check_ranks(args, variants)
         results: dict[str, list[Any]] = {variant: [] for variant in variants}
         for turn in range(args.repeats):
             for variant in results if turn % 2 == 0 else reversed(results):
