@@ -146,7 +146,7 @@ def _find_highest(events: Sequence[Any]) -> int:
 def measure_alone(case: Case, device: torch.device) -> Allocated | None:
     """Run ``measure`` in a process of its own, as torch remembers layouts of fake ranks."""
     # Autograd of a CUDA build has set up threads for devices in this process: a fork could not run backward.
-    with get_context("fork" if torch.version.cuda is None else "spawn").Pool(1) as pool:
+    with get_context("fork" if torch.version.cuda is None else "spawn").Pool(1, draw_quickly) as pool:
         return pool.apply(measure, (case, device))
 
 
