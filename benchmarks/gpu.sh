@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# All that needs a GPU, on one machine, in 49 minutes by estimate: the tests, then what is measured. Pages are dated, in benchmarks/results.
+# All that needs a GPU, on one machine, in 50 minutes by estimate: the tests, then what is measured. Pages are dated, in benchmarks/results.
 #
 #     benchmarks/gpu.sh                  # everything
 #     benchmarks/gpu.sh tests memory     # some parts
 #     DEVICE=cpu benchmarks/gpu.sh       # the same commands in small on a CPU, to try them; without the tests
 #
 # Part      minutes  what it does (minutes expected on a card such as an H200 with 16 cores; nobody has timed them yet)
-# tests         4    tests/gpu, those with several ranks on one card included
+# tests         5    tests/gpu, those with several ranks on one card included
 # default       3    the default tier of the tests, with the GPU visible
 # memory        5    peaks of the closed form, the trace and the allocator: steps of some GiB, and 48 small ones
 # qlora         6    QLoRA at the shape of an 8B model beside torch + peft + bitsandbytes, under caps of 8, 16 and 24 GiB
@@ -46,7 +46,7 @@ run_tests() { # minutes, arguments; several at a time where pytest-xdist is ther
     local minutes=$1
     shift
     local spread=()
-    python3 -c "import xdist" 2>/dev/null && spread=(-n 6)
+    python3 -c "import xdist" 2>/dev/null && spread=(-n "$workers")
     try "$minutes" python3 -m pytest -q ${spread[@]+"${spread[@]}"} "$@"
 }
 
@@ -61,8 +61,9 @@ else
         echo "benchmarks/gpu.sh: torch sees no CUDA device on this machine; DEVICE=cpu tries the commands on a CPU" >&2
         exit 2
     fi
-    # Cases of some GiB at a time, each beside a CUDA context of its own.
-    jobs=$(python3 -c "import os, torch; print(max(1, min(os.cpu_count() // 2, torch.cuda.mem_get_info()[0] // (24 * 2**30))))")
+    # Cases of some GiB at a time, each beside a CUDA context of its own; tests are mostly imports, and take up to a few GiB.
+    read -r jobs workers < <(python3 -c "import os, torch; n, free = os.cpu_count(), torch.cuda.mem_get_info()[0] >> 30
+print(max(1, min(n // 2, free // 24)), max(1, min(n - 2, free // 5)))")
     steps=(--ranks "$ranks" --rounds 2 --precision bf16-mixed --cases full vit --variants plain ours ours_monitored hf_trainer)
 fi
 variants=(--variants stock "ours 1")
@@ -70,7 +71,7 @@ variants=(--variants stock "ours 1")
 
 tests() {
     run_tests 6 tests/gpu --ignore=tests/gpu/test_memory.py
-    try 2 python3 -m pytest -q tests/gpu/test_memory.py  # alone: it compares what is free on the card
+    try 4 python3 -m pytest -q tests/gpu/test_memory.py  # alone: it compares what is free on the card
 }
 
 default() { run_tests 6 --ignore=tests/gpu; }
