@@ -138,8 +138,9 @@ def run_ranks(
                     processes.append(subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT))
             codes = wait_for(processes)
         if any(codes):
-            first = next(rank for rank, code in enumerate(codes) if code)
-            return find_reason(Path(f"{out}/log.{first}").read_text())
+            # The others were killed, with a code below 0, as one had failed.
+            cause = max((rank for rank, code in enumerate(codes) if code), key=lambda rank: codes[rank])
+            return find_reason(Path(f"{out}/log.{cause}").read_text())
         return [json.loads(Path(f"{out}/rank.{rank}").read_text()) for rank in range(num_ranks)]
 
 

@@ -107,6 +107,16 @@ def test_ratios_are_of_one_round_also_where_a_run_has_failed(step: Any) -> None:
     assert step.compare(runs, "ours", "s") == [0.5]
 
 
+def test_of_ranks_that_fail_the_one_that_was_not_killed_says_why(step: Any) -> None:
+    class Server:
+        def run(self, _: str, __: Any, ___: Any, logs: Path, ____: float) -> list[int]:
+            for rank, text in enumerate(("Error of a connection", "ValueError: the cause")):
+                (logs / f"log.{rank}").write_text(text)
+            return [-9, 1]
+
+    assert step.run_ranks("script.py", {}, 2, server=Server()) == "ValueError: the cause"
+
+
 def test_what_fails_last_is_in_the_file_too(step: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = {"step_wall_s": 1.0, "step_cpu_s": 1.0, "first_step_wall_s": 2.0, "first_step_cpu_s": 2.0}
     measured: Any = iter(({**done, "peak_gib": 1.0, "loss": 9.0}, "OutOfMemoryError: 2 GiB", "RuntimeError: of all"))
