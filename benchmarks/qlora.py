@@ -373,11 +373,14 @@ def run(variant: str, args: argparse.Namespace, folder: str) -> list[dict[str, A
     options += ["--steps", str(args.steps), "--length", str(args.length), "--cap-gib", str(args.cap_gib)]
     options += ["--base", args.base, *["--one-card"] * args.one_card, *["--profile"] * args.profile]
     options += [*["--keep-activations"] * args.keep_activations, *["--offload"] * args.offload]
-    command = [sys.executable, __file__, *options]
-    if variant in ON_RANKS:
+    command, environ = [sys.executable, __file__, *options], dict(os.environ)
+    if variant not in ON_RANKS:  # else TRL takes a batch for each GPU that it sees
+        environ["CUDA_VISIBLE_DEVICES"] = environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    else:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
         command = [sys.executable, *launcher, __file__, *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes, env=environ) as process:
         try:
             printed, errors = process.communicate(timeout=PROCESS_LIMIT_S)
         except subprocess.TimeoutExpired:

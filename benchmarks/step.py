@@ -145,9 +145,9 @@ def run_ranks(
 
 
 def list_variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
-    """Return what torchrun sets for a rank, without the time that it takes itself."""
-    if num_ranks == 1:
-        return {}
+    """Return what torchrun sets for a rank, without the time that it takes itself; one alone sees one GPU."""
+    if num_ranks == 1:  # else the Trainer of Transformers takes a batch for each that it sees
+        return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]}
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

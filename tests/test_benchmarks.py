@@ -117,6 +117,15 @@ def test_of_ranks_that_fail_the_one_that_was_not_killed_says_why(step: Any) -> N
     assert step.run_ranks("script.py", {}, 2, server=Server()) == "ValueError: the cause"
 
 
+def test_one_rank_sees_one_gpu(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for visible, first in (("3,1", "3"), ("", ""), (None, "0")):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert step.list_variables(0, 1, 29500) == {"CUDA_VISIBLE_DEVICES": first}
+    assert "CUDA_VISIBLE_DEVICES" not in step.list_variables(0, 2, 29500)
+
+
 def test_what_fails_last_is_in_the_file_too(step: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = {"step_wall_s": 1.0, "step_cpu_s": 1.0, "first_step_wall_s": 2.0, "first_step_cpu_s": 2.0}
     measured: Any = iter(({**done, "peak_gib": 1.0, "loss": 9.0}, "OutOfMemoryError: 2 GiB", "RuntimeError: of all"))
