@@ -137,7 +137,8 @@ steps() {
 }
 
 records() {
-    local lora=(--shape 8b --length 4096 --repeats 2) step=(--precision bf16-mixed --cases qlora_1 experts_qlora speech) trl=()
+    local lora=(--shape 8b --length 4096 --repeats 2) trl=()
+    local step=(--precision bf16-mixed --cases qlora_1 experts_qlora speech --variants plain stock ours hf_trainer)
     [ "$device" = cpu ] && lora=(--device cpu "${shape[@]}") step=(--size tiny --steps 6 --cases experts_qlora)
     python3 -c "import trl" 2>/dev/null && trl=(trl)
     try 8 python3 benchmarks/qlora.py "${lora[@]}" --base bf16 --keep-activations --ranks 1 --variants stock "ours 1" "ours 1 compiled" ${trl[@]+"${trl[@]}"} \
