@@ -53,16 +53,17 @@ logging.disable(logging.NOTSET)
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the first cases of ``full(after=N)`` in the default tier; skip what needs a GPU where there is none."""
+    """Leave the first cases of ``full(after=N)`` and ``slow(after=N)`` in the tiers before; skip what needs a GPU."""
     gc.freeze()  # what the imports left would be searched for garbage again and again
     if importlib.util.find_spec("triton"):
         atexit.register(gc.unfreeze)  # else Triton 3.9 (torch 2.15) prints all it has as leaked, after the summary
     num_cases = Counter[str]()
     for item in items:
         first = item.nodeid.partition("[")[0]
-        marker = item.get_closest_marker("full")
-        if marker is not None and num_cases[first] < marker.kwargs.get("after", 0):
-            item.own_markers.remove(marker)
+        for tier in ("full", "slow"):
+            marker = item.get_closest_marker(tier)
+            if marker is not None and num_cases[first] < marker.kwargs.get("after", 0):
+                item.own_markers.remove(marker)
         num_cases[first] += 1
     if count_gpus():
         return

@@ -34,7 +34,9 @@ def run_parts(results: Path, *parts: str, device: str = "cpu") -> subprocess.Com
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("part", PAGES)
+@pytest.mark.parametrize(
+    "part", [pytest.param(part, marks=() if part in ("memory", "qlora") else pytest.mark.slow) for part in PAGES]
+)
 def test_a_part_writes_its_page(part: str, tmp_path: Path) -> None:
     done = run_parts(tmp_path, part)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
@@ -176,7 +178,7 @@ def test_variants_that_run_at_once_take_one_step_after_the_other(step: Any, monk
         assert max(end for _, end, _ in both[n : n + 2]) <= both[n + 2][0]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_page_of_steps_is_made_of_the_numbers_beside_it(tmp_path: Path) -> None:
     done = run_parts(tmp_path, "steps")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

@@ -90,6 +90,7 @@ def test_a_fit_on_the_cpu_starts_no_cuda_but_where_bitsandbytes_is_imported(
 
 
 @pytest.mark.full
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("way", ["nf4", "full"])
 def test_the_command_line_hides_the_gpus_from_all_ranks_of_a_run_on_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str

@@ -88,8 +88,20 @@ def test_the_stand_in_refuses_what_mixes_and_what_comes_too_early() -> None:
     run_as_gpus(refuse)
 
 
+# Of which others have each part.
+SLOW = {"float16, one file", "nf4, one file", "full, accumulated", "full offloaded, not pinned", "int8 offloaded"}
+SLOW |= {
+    "olora offloaded",
+    "adafactor offloaded",
+    "muon",
+    "images, batch norm, saved beside",
+    "dia offloaded",
+    "speech",
+}
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES])
 def test_a_run_keeps_host_and_device_apart_and_resumes_exactly(name: str, tmp_path: Path) -> None:
     run_as_gpus(train_and_go_on, save_start(tmp_path / "start", name), name, 0.0, world_size=2)
 

@@ -187,10 +187,15 @@ STRATEGIES: dict[Case, dict[str, Any]] = {
     ("gpt_oss", "nf4 double", 2): {"compile": Compile(backend="aot_eager")},  # breaks at the experts in float32
     ("gpt_oss", "full", 2): {"compile": Compile(backend="aot_eager")},
 }
+# One family on any number of ranks, the others on one and on two; the rest with -m slow.
+USUAL = [*product(FAMILIES, ("nf4 double",), (2,)), *product(FAMILIES, ("full",), (1,)), *STRATEGIES]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("family", "base", "ranks"), RUNS)
+@pytest.mark.parametrize(
+    ("family", "base", "ranks"),
+    [pytest.param(*case, marks=() if case in USUAL or case[0] == "qwen3_moe" else pytest.mark.slow) for case in RUNS],
+)
 def test_runs_train_as_peft_does_on_one_device(family: str, base: str, ranks: int, tmp_path: Path) -> None:
     folder, quantization = save_family(tmp_path / "model", family), BASES[base]
     strategy = STRATEGIES.get((family, base, ranks))

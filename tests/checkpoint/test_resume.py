@@ -128,8 +128,15 @@ CASES = [
     for task, (_, optimizers) in BUILDERS.items()
     for optimizer, checkpoint_format in product(optimizers, ("single_file", "sharded"))
 ]
-# These found faults; all others with -m "not slow".
+# These found faults; others with -m "not slow".
 QUICK = {("language", "adamw", "single_file"), ("plain", "sgd", "single_file")}
+
+
+def choose_tier(task: str, optimizer: str, checkpoint_format: str) -> list[pytest.MarkDecorator]:
+    if (task, optimizer, checkpoint_format) in QUICK:
+        return []
+    is_second = optimizer in ("adamw_8bit", "adafactor") and task not in ("language", "plain")
+    return [pytest.mark.full, *([pytest.mark.slow] if is_second else [])]
 
 
 class Save(pl.Callback):
@@ -225,7 +232,7 @@ def test_what_one_rank_saved_is_restored_on_two_and_back(
 
 @pytest.mark.parametrize(
     ("task", "optimizer", "checkpoint_format"),
-    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.full) for case in CASES],
+    [pytest.param(*case, marks=choose_tier(*case)) for case in CASES],
 )
 def test_a_resumed_run_ends_where_the_uninterrupted_one_does(
     task: str, optimizer: str, checkpoint_format: str, tmp_path: Path

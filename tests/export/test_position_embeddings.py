@@ -52,6 +52,7 @@ def save_and_export(model: Any, size: tuple[int, int], folder: Path, **options: 
     return export_model(folder / "last.ckpt", folder / "model", **options)
 
 
+@pytest.mark.slow(after=8)
 @pytest.mark.full
 @pytest.mark.parametrize("size", [(24, 24), (12, 16)], ids=str)
 @pytest.mark.parametrize("model_type", MODELS)

@@ -134,7 +134,7 @@ def test_rows_of_a_range_are_the_plans_of_each_number_and_cost_what_their_hours_
     assert any(machine["changes"] for machine in found)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_global_batch_stays_what_it_is_on_any_number_of_gpus_and_with_any_micro_batch() -> None:
     options = ("--config=run.yaml", "--data.batch_size=4", "--data.global_batch_size=24", GPU)
     found = plan(*options, "--devices=1..4")["scaling"]["machines"]
@@ -159,7 +159,7 @@ def test_a_range_begins_with_the_first_number_that_the_mesh_can_have(folder: Pat
     assert yaml.safe_load((folder / "chosen.yaml").read_text())["trainer"]["devices"] == 2
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_gpus_without_float8_are_no_answer_for_a_step_that_needs_it(capfd: pytest.CaptureFixture[str]) -> None:
     options = ("--trainer.precision=bf16-mixed", "--cheapest")
     recipe, emulate = ({"trainer.strategy.float8": value} for value in ("{}", "{emulate: true}"))
@@ -183,6 +183,7 @@ def test_pages_of_an_optimizer_are_not_offloaded_again() -> None:
     assert not any(key.endswith("cpu_offload") for changes in settings for key in changes)
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["tensor", "sequence"])
 def test_ranks_that_share_rows_stay_together_on_any_number(name: str) -> None:

@@ -102,6 +102,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow(after=7)
 @pytest.mark.full(after=3)
 @pytest.mark.parametrize("settings", CASES, ids=str)
 @pytest.mark.parametrize("world_size", [1, 2, 4])

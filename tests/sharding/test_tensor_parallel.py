@@ -119,18 +119,19 @@ def test_a_plan_that_leaves_norms_of_heads_out_is_refused(tmp_path: Path) -> Non
         train_sharded(folder, tmp_path, world_size=2, strategy={"mesh": SPLIT}, max_steps=1)
 
 
+@pytest.mark.slow(after=5)
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("before", "after", "form"),
     [
-        ((SPLIT, 4), (SPLIT, 4), "sharded"),
         ((SPLIT, 4), (WHOLE, 4), "sharded"),
         ((SPLIT, 4), (SPLIT, 2), "sharded"),
-        ((SPLIT, 4), (WHOLE, 1), "sharded"),
-        ((WHOLE, 4), (SPLIT, 4), "sharded"),
         ((WHOLE, 1), (SPLIT, 4), "sharded"),
         ((SPLIT, 4), (WHOLE, 1), "single_file"),
         ((WHOLE, 1), (SPLIT, 4), "single_file"),
+        ((SPLIT, 4), (SPLIT, 4), "sharded"),
+        ((SPLIT, 4), (WHOLE, 1), "sharded"),
+        ((WHOLE, 4), (SPLIT, 4), "sharded"),
     ],
 )
 def test_a_run_goes_on_under_another_mesh(

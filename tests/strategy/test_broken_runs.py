@@ -4,7 +4,9 @@ import os
 import re
 import socket
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launches import Ended, fork_ranks, run_processes, torchrun, write_run
@@ -170,14 +172,19 @@ def check_all_refuse(expected: str, *args: str, is_met: bool = False) -> None:
     assert sorted(Path("runs").rglob("*")) == before
 
 
+def thin_out(cases: Iterable[str], every: int) -> list[Any]:
+    """Return all cases, of which only every so many is not slow: each starts two processes."""
+    return [case if i % every == 0 else pytest.param(case, marks=pytest.mark.slow) for i, case in enumerate(cases)]
+
+
 @pytest.mark.full(after=1)
-@pytest.mark.parametrize("setting", CONFIGS)
+@pytest.mark.parametrize("setting", thin_out(CONFIGS, 3))
 def test_a_broken_configuration_is_refused_by_every_rank_in_the_same_line(setting: str) -> None:
     check_all_refuse(CONFIGS[setting], "fit", "--config=run.yaml", *spell(setting))
 
 
 @pytest.mark.full(after=1)
-@pytest.mark.parametrize("name", DATA)
+@pytest.mark.parametrize("name", thin_out(DATA, 2))
 def test_broken_data_is_refused_by_every_rank_with_file_and_line(name: str) -> None:
     is_found_early = name in ("letter.docx", "empty", "trian.jsonl", "null")  # before ranks have met
     check_all_refuse(DATA[name][1], "fit", "--config=run.yaml", f"--data.train={name}", is_met=not is_found_early)

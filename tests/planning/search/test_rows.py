@@ -64,7 +64,7 @@ def test_of_a_training_that_does_not_fit_the_nearest_is_shown_after_what_fits() 
     assert "model.lora" in chosen.changes
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_what_is_chosen_is_what_would_be_chosen_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = sorted({c.needed_bytes for c in search_trainings(2**40)})
     for device_bytes in sizes:
@@ -79,7 +79,7 @@ def test_what_is_chosen_is_what_would_be_chosen_of_all(monkeypatch: pytest.Monke
         assert (chosen.keeps_result, chosen.time.step_s) == (expected.keeps_result, expected.time.step_s)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_what_other_trainings_warn_of_is_said_only_of_the_one_that_is_chosen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

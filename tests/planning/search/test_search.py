@@ -331,6 +331,7 @@ def test_the_written_configuration_tells_no_credentials(folder: Path) -> None:
     assert "hunter2" not in written
 
 
+@pytest.mark.slow(after=3)
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "said"),

@@ -107,13 +107,11 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({}, {}, {}),
     ({}, {"activation_checkpointing": ActivationCheckpointing(mode="full")}, {"dtypes": BF16}),
     ({}, {"activation_checkpointing": ActivationCheckpointing(mode="full", offload=True)}, {"dtypes": BF16}),
-    ({}, {"activation_checkpointing": ActivationCheckpointing(mode="full", mlp_chunks=4)}, {"dtypes": BF16}),
     (
         {"lora": True, "quantization": Quantization(), "model_type": "qwen3_moe", **EXPERTS},
         {"activation_checkpointing": ActivationCheckpointing(mode="full", mlp_chunks=4, offload=True)},
         {"dtypes": BF16},
     ),
-    ({}, {"mesh": Mesh(replicate=2)}, {}),
     ({}, {"sharding": Sharding(reshard_after_forward=False, no_sync=True)}, {"num_micro_batches": 2}),
     (
         {},
@@ -122,8 +120,6 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ),
     ({}, {"sharding": Sharding(gather_bits=8, reduce_bits=8)}, {"dtypes": BF16}),
     ({"lora": True}, {"sharding": Sharding(reduce_bits=16), "mesh": Mesh(replicate=2)}, {}),
-    ({}, {}, {"packed": True}),
-    ({"lora": True}, {}, {}),
     ({"lora": True, "quantization": Quantization(type="nf4", double_quant=True)}, {}, {}),
     (
         {"lora": True, "quantization": Quantization()},
@@ -131,25 +127,31 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         {"dtypes": BF16},
     ),
     ({}, {}, {"optimizer": Optimizer(name="adamw_8bit")}),
-    ({}, {}, {"optimizer": Optimizer(name="adafactor")}),
     ({"model_type": "qwen3_moe", **EXPERTS}, {}, {"dtypes": BF16, "optimizer": Optimizer(name="muon")}),
-    ({}, {}, {"optimizer": Optimizer(fused=False)}),
     ({}, {"activation_checkpointing": ActivationCheckpointing(mode="selective")}, {}),
-    ({"tie_word_embeddings": True}, {}, {}),
-    ({"model_type": "qwen3_moe", **EXPERTS}, {}, {"dtypes": BF16}),
-    ({"model_type": "qwen3_moe", **EXPERTS, "lora": True, "quantization": Quantization()}, {}, {"dtypes": BF16}),
     (
         {"model_type": "qwen3_moe", **EXPERTS, "lora": WEIGHTS, "quantization": Quantization()},
         {"activation_checkpointing": ActivationCheckpointing(mode="full")},
         {"dtypes": BF16},
     ),
-    ({"model_type": "qwen3_moe", **EXPERTS, "lora": WEIGHTS}, {}, {"dtypes": BF16}),
     ({"lora": True, "quantization": Quantization(type="int8")}, {}, {"dtypes": BF16}),
     ({"num_key_value_heads": 2}, {"mesh": Mesh(tensor=2)}, {}),
     ({"attention_dropout": 0.1}, {"activation_checkpointing": ActivationCheckpointing(mode="full")}, {"dtypes": BF16}),
+    # In the slow tier: what others have a part of.
+    ({}, {"activation_checkpointing": ActivationCheckpointing(mode="full", mlp_chunks=4)}, {"dtypes": BF16}),
+    ({}, {"mesh": Mesh(replicate=2)}, {}),
+    ({}, {}, {"packed": True}),
+    ({"lora": True}, {}, {}),
+    ({}, {}, {"optimizer": Optimizer(name="adafactor")}),
+    ({}, {}, {"optimizer": Optimizer(fused=False)}),
+    ({"tie_word_embeddings": True}, {}, {}),
+    ({"model_type": "qwen3_moe", **EXPERTS}, {}, {"dtypes": BF16}),
+    ({"model_type": "qwen3_moe", **EXPERTS, "lora": True, "quantization": Quantization()}, {}, {"dtypes": BF16}),
+    ({"model_type": "qwen3_moe", **EXPERTS, "lora": WEIGHTS}, {}, {"dtypes": BF16}),
 ]
 
 
+@pytest.mark.slow(after=17)
 @pytest.mark.full(after=2)
 @pytest.mark.parametrize(("model", "strategy", "options"), CASES, ids=str)
 def test_a_dry_step_holds_what_a_real_one_holds(model: dict, strategy: dict, options: dict) -> None:
@@ -190,6 +192,7 @@ def compare_offloaded(case: int, world_size: int, out: Path) -> None:
     assert list_peaks(memory) == pytest.approx(torch.load(out), rel=0.0005)  # but for a copy that is not freed yet
 
 
+@pytest.mark.slow(after=4)
 @pytest.mark.full(after=1)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("case", range(len(OFFLOADED)))

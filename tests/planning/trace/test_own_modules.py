@@ -105,6 +105,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "options"),

@@ -134,6 +134,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow(after=5)
 @pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_unfolded_from_few_blocks_is_the_step_of_all_blocks(name: str) -> None:
