@@ -43,7 +43,9 @@ os.register_at_fork(after_in_child=gc.freeze)
 # Lightning is not imported here: without handlers of pytest beside it, it would print its messages itself.
 logging.disable()  # bitsandbytes says which kernel it has not; pytest-xdist would print that after its summary
 # What ranks import late, here so that forked ones do not each pay for it.
-import peft  # noqa: E402, F401  with bitsandbytes
+from lit_fsdp.adapters.layers import import_peft  # noqa: E402
+
+import_peft()  # with bitsandbytes
 
 with suppress(ImportError):  # Lightning asks of each folder of a logger whether it is one of S3
     import s3fs  # noqa: F401

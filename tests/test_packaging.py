@@ -151,6 +151,13 @@ def test_a_run_loads_no_package_that_it_does_not_use(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_adapters_and_quantization_load_no_compiler() -> None:
+    look = "import sys; from lit_fsdp.adapters.layers import import_peft; import_peft(); "
+    look += "print(*sorted({'bitsandbytes', 'peft', 'torch._inductor.compile_fx'} & set(sys.modules)))"
+    assert run(sys.executable, "-c", look, cwd=ROOT).splitlines()[-1] == "bitsandbytes peft"
+
+
+@pytest.mark.full
 def test_every_public_name_is_found_and_none_is_loaded_before_it_is_used() -> None:
     look = "import sys, lit_fsdp; print('torch' in sys.modules); print(*(type(n).__name__ for n in"
     look += " map(lit_fsdp.__getattr__, set(lit_fsdp.__all__) - {'__version__'})))"

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lit_fsdp.quantization.kernels import compile_later
+
 ADAPTER = "default"  # the name under which peft keeps it
 _WRAPPERS = ("base_layer", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # the last is FSDP1's
 # LoraLayer.adapter_layer_names of peft, which need not be imported to read a checkpoint.
@@ -24,7 +26,8 @@ ADAPTER_PARTS = frozenset(("lora_A", "lora_B", "lora_embedding_A", "lora_embeddi
 
 def import_peft() -> ModuleType:
     """Return peft; see Note [peft starts CUDA]."""
-    with torch.device("cpu"):  # adapters are added under "meta", where tensors that modules keep would have no values
+    # On the CPU, as adapters are added under "meta", where tensors that modules keep would have no values.
+    with compile_later(), torch.device("cpu"):
         import peft
     return peft
 
