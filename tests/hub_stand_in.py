@@ -80,6 +80,11 @@ def serve_hub() -> Iterator[Hub]:  # noqa: C901, PLR0915  each statement is an a
         hub.repos[name] = {"private": asked["visibility"] == "private", "files": {}, "messages": []}
         return jsonify({"url": f"{hub.url}/{name}"})
 
+    @app.get("/api/models/<owner>/<name>/tree/main")
+    def tree(owner: str, name: str) -> Response:
+        files = hub.repos[f"{owner}/{name}"]["files"]
+        return jsonify([{"type": "file", "path": p, "size": len(data), "oid": ""} for p, data in files.items()])
+
     @app.post("/api/models/<owner>/<name>/preupload/main")
     def preupload(owner: str, name: str) -> Response:
         files = [file["path"] for file in request.get_json()["files"]]
@@ -109,6 +114,8 @@ def serve_hub() -> Iterator[Hub]:  # noqa: C901, PLR0915  each statement is an a
                 repo["files"][value["path"]] = base64.b64decode(value["content"])
             elif entry["key"] == "lfsFile":
                 repo["files"][value["path"]] = hub.objects[value["oid"]]
+            elif entry["key"] == "deletedFile":
+                del repo["files"][value["path"]]
         return jsonify({"commitOid": "c0ffee", "commitUrl": f"{hub.url}/{owner}/{name}/commit/c0ffee"})
 
     server = make_server("127.0.0.1", 0, app, threaded=True)

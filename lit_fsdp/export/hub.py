@@ -15,6 +15,15 @@ from huggingface_hub.utils import HfHubHTTPError, validate_repo_id  # type: igno
 
 from lit_fsdp.export.out_folder import MANIFEST
 
+# What an earlier export may have left there, by which Transformers would load its weights in place of those sent.
+_DECISIVE = (
+    "model.safetensors",
+    "model-?????-of-?????.safetensors",
+    "model.safetensors.index.json",
+    "adapter_model.safetensors",
+    "adapter_config.json",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class HubPlace:
@@ -80,18 +89,27 @@ def find_place(name: str, *, private: bool) -> HubPlace:
 def push_folder(folder: Path, place: HubPlace, message: str) -> str:
     """Send a folder as one commit, and return its address. The folder stays as it is, also when that fails.
 
+    The same commit removes weights and adapters of an earlier export that would be loaded in place of these. A folder
+    of GGUF removes nothing, as several may lie beside a model.
+
     Raises:
         RuntimeError: With the command to try again.
     """
+    removed = () if any(folder.glob("*.gguf")) else _DECISIVE
     try:
         api = HfApi()
         api.create_repo(place.name, private=place.private, exist_ok=True)
         commit = api.upload_folder(
-            repo_id=place.name, folder_path=folder, commit_message=message, ignore_patterns=[MANIFEST]
+            repo_id=place.name,
+            folder_path=folder,
+            commit_message=message,
+            ignore_patterns=[MANIFEST],
+            delete_patterns=list(removed) or None,
         )
     except Exception as error:
         visibility = "--private" if place.private else "--no-private"
         retry = ["hf", "upload", place.name, str(folder), ".", visibility, "--exclude", MANIFEST]
+        retry += [f"--delete={pattern}" for pattern in removed]
         raise RuntimeError(
             f"push_to_hub: {folder} is complete, but was not sent: {_name(error)}; to try again: {shlex.join(retry)}"
         ) from error

@@ -1,5 +1,6 @@
 """``export --push_to_hub``: what reaches the Hub, and what is refused before the work and after it."""
 
+import shlex
 import shutil
 import subprocess
 import sys
@@ -55,6 +56,26 @@ def test_a_folder_reaches_the_hub_whole_and_private(hub: Hub, run: Path, tmp_pat
     assert b"# ada/tiny\n" in local["README.md"]
 
 
+def test_no_weights_of_an_earlier_export_are_left_that_would_be_loaded_instead(
+    hub: Hub, run: Path, tmp_path: Path
+) -> None:
+    def push(name: str, *options: str) -> dict[str, bytes]:
+        out = tmp_path / name
+        command = ["export", f"--checkpoint={run / 'last.ckpt'}", f"--out={out}", "--push_to_hub=tiny"]
+        assert main([*command, *options]) == 0
+        return {path.name: path.read_bytes() for path in out.iterdir() if path.name != "export_manifest.json"}
+
+    push("whole")
+    files = hub.repos["ada/tiny"]["files"]
+    others = {"adapter_config.json": b"{}", "tiny-q8_0.gguf": b"", "notes/model.safetensors": b"of the user"}
+    files.update(others)
+    sent = push("parts", "--max_shard_gb=1e-5")
+    assert "model.safetensors.index.json" in sent  # which Transformers reads where there is no model.safetensors
+    del others["adapter_config.json"]  # for whose sake it would load another model
+    assert files == sent | others
+    assert files == push("whole again") | others  # as the parts are gone, too
+
+
 def test_what_the_hub_will_refuse_is_refused_before_the_export(
     hub: Hub, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,7 +121,7 @@ def test_a_folder_that_could_not_be_sent_stays_and_the_command_told_sends_it(
     )
     assert (out / "model.safetensors").is_file()
     hub.broken = ""
-    retry = line.partition("to try again: ")[2].split()
+    retry = shlex.split(line.partition("to try again: ")[2])
     program = shutil.which(retry[0], path=str(Path(sys.executable).parent))
     assert program is not None
     environ = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1", "PATH": "/usr/bin:/bin"}
