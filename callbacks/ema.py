@@ -43,6 +43,7 @@ class EMA(StepCallback):
             raise ValueError(f"decay: got {decay}: expected above 0, below 1, such as 0.999")
         self.decay, self.warmup = decay, warmup
         self._averages: dict[str, Tensor] = {}
+        self._module: LightningModule | None = None  # of which they are
         self._stored: Collection[str] = ()  # of a checkpoint that is loaded: names of its weights beside the average
         self._exact: dict[str, Tensor] = {}  # read from it
         self._num_updates = 0
@@ -50,6 +51,8 @@ class EMA(StepCallback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if pl_module is not self._module:
+            self._averages, self._module = {}, pl_module
         if stage != "fit":
             return
         strategy = trainer.strategy

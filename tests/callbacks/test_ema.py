@@ -325,6 +325,30 @@ class Wide(pl.LightningModule):
         return torch.utils.data.DataLoader(torch.zeros(8, 256), batch_size=4)  # type: ignore[arg-type]
 
 
+class Other(Wide):
+    """Keeps the weights that are tested."""
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.seen = to_full(self.last.weight).clone()
+
+    def test_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+
+def train_one_test_another(folder: Path) -> None:
+    trainer = build_trainer(FSDP2Strategy(print_plan=False), callbacks=[EMA()], gradient_clip_val=None, max_steps=1)
+    trainer.fit(Wide())
+    other = Other()
+    own = other.last.weight.detach().clone()
+    trainer.test(other, verbose=False)
+    assert torch.equal(other.seen, own)
+
+
+@pytest.mark.full
+def test_a_module_that_was_not_trained_is_tested_with_its_own_weights(tmp_path: Path) -> None:
+    run_ranks(train_one_test_another, tmp_path, world_size=1)
+
+
 def measure(folder: Path, precision: str) -> None:
     """Compare what a checkpoint was said to take with what it takes."""
     strategy = FSDP2Strategy(print_plan=False)
