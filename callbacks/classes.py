@@ -44,6 +44,11 @@ class ClassReport(Callback):
         self._folder: Path | None = None  # for a picture that is still to be drawn
 
     @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":  # whose report has nothing of runs before
+            self._last = self._folder = None
+
+    @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
             self._write(trainer, pl_module, "val")

@@ -75,6 +75,14 @@ def test_nothing_is_left_where_there_is_nothing_to_say(
     assert callback.make_section() is None
 
 
+def test_the_report_of_a_fit_has_no_classes_of_an_evaluation_before_it(tmp_path: Path) -> None:
+    callback = end_test(tmp_path, Found(CONFUSION))
+    assert callback.make_section() is not None
+    for stage, has_section in (("validate", True), ("fit", False)):
+        callback.setup(pl.Trainer(logger=False, accelerator="cpu", devices=1), Found(CONFUSION), stage)
+        assert (callback.make_section() is not None) == has_section
+
+
 def test_without_a_matrix_there_is_a_table_only(tmp_path: Path) -> None:
     section = end_test(tmp_path, Found(None)).make_section()
     assert [path.name for path in tmp_path.iterdir()] == ["classes_test.csv"]
