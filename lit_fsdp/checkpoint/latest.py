@@ -192,18 +192,24 @@ def _measure_written_ns(entry: Location) -> int:
     return (dated.stat() if dated.exists() else entry.lstat()).st_mtime_ns
 
 
-def _list_entries(folder: Location, depth: int = _MAX_DEPTH) -> list[Location]:
-    """Return what may be a checkpoint; of hidden names only what is whole, whoever may be about to put it in place.
+def list_folders(folder: Location, depth: int = _MAX_DEPTH) -> list[Location]:
+    """Return a folder and those below it that hold checkpoints, too, such as ``step=6-val``.
 
-    Also in folders such as ``step=6-val`` below: a metric ``val/loss`` in the name of a file makes them.
+    A metric ``val/loss`` in the name of a file makes them.
     """
-    hidden = (e for e in folder.glob(".*.ckpt.*") if is_hidden(e))
-    shown = [e for e in folder.glob("*.ckpt") if not e.name.startswith(".")]
-    found = [*shown, *filter(is_whole, hidden)]
-    if depth:
-        pattern = "*=*" if depth == _MAX_DEPTH else "*"
-        below = (e for e in folder.glob(pattern) if not e.name.startswith(".") and e.suffix != ".ckpt" and e.is_dir())
-        found += [entry for other in below for entry in _list_entries(other, depth - 1)]
+    if not depth:
+        return [folder]
+    pattern = "*=*" if depth == _MAX_DEPTH else "*"
+    below = (e for e in folder.glob(pattern) if not e.name.startswith(".") and e.suffix != ".ckpt" and e.is_dir())
+    return [folder, *(found for other in below for found in list_folders(other, depth - 1))]
+
+
+def _list_entries(folder: Location) -> list[Location]:
+    """Return what may be a checkpoint; of hidden names only what is whole, whoever may be about to put it in place."""
+    found: list[Location] = []
+    for place in list_folders(folder):
+        hidden = (e for e in place.glob(".*.ckpt.*") if is_hidden(e))
+        found += [*(e for e in place.glob("*.ckpt") if not e.name.startswith(".")), *filter(is_whole, hidden)]
     return found
 
 

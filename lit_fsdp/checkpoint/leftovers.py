@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from lit_fsdp.checkpoint.latest import enter, is_whole, measure_age
+from lit_fsdp.checkpoint.latest import enter, is_whole, list_folders, measure_age
 from lit_fsdp.checkpoint.manifest import is_complete
 from lit_fsdp.checkpoint.places import (
     ClaimedError,
@@ -34,7 +34,7 @@ def tidy_folders(folders: Iterable[Location], report: Callable[[str], None]) -> 
         folders: Where checkpoints lie; they need not exist.
         report: Called with a line about each that is put back or removed.
     """
-    for folder in dict.fromkeys(folders):
+    for folder in dict.fromkeys(place for given in folders for place in list_folders(given)):
         if isinstance(folder, RemotePath):
             for checkpoint in folder.glob("*.ckpt"):
                 _tidy_saves(checkpoint, report)

@@ -89,6 +89,14 @@ def test_a_replacement_that_is_killed_leaves_the_newest_complete_one_and_nothing
     assert ["removed" in line for line in said] == [number == 1]
 
 
+def test_what_a_metric_in_the_name_has_put_into_a_folder_of_its_own_is_tidied_too(tmp_path: Path) -> None:
+    folder = tmp_path / "step=6-val"
+    save(folder / ".loss=0.5.ckpt.incomplete", 2)
+    (folder / ".loss=0.4.ckpt.incomplete").mkdir()
+    tidy_folders([tmp_path], lambda _: None)
+    assert [path.name for path in folder.iterdir()] == ["loss=0.5.ckpt"]
+
+
 def test_the_next_save_keeps_what_the_killed_one_had_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "last.ckpt"
     save(path, 1)
