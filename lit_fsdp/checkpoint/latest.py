@@ -76,7 +76,7 @@ def find_last_checkpoint(
 
     ordered = sorted(ages, key=sort_key, reverse=True)
     found = next(filter(is_wanted, ordered), None)
-    # What is not complete may well have no number.
+    # What is not complete may well have no number, and what another strategy has saved has none.
     limit = -1 if found is None else ages[found].written_ns
     before = ordered if found is None else ordered[: ordered.index(found)]
     unnumbered = (e for e in ordered if not ages[e].save_number and ages[e].written_ns > limit)
@@ -84,11 +84,11 @@ def find_last_checkpoint(
     for entry in (*before, *unnumbered):
         if not is_whole(entry):  # maybe a link to itself
             passed_over[entry] = ages[entry].written_ns
-        elif (target := entry.resolve()) in misfits:
+        elif (target := entry.resolve()) in misfits or (target.is_file() and not ages[entry].save_number):
+            is_wanted(entry)  # which finds out whether it fits
             passed_over[target] = ages[entry].written_ns
     for entry in sorted(passed_over, key=lambda e: passed_over[e], reverse=True):
-        why = "leads nowhere" if entry.is_symlink() and not entry.exists() else "is not complete"
-        why = f"does not fit: {misfits[entry]}" if entry in misfits else why
+        why = _describe_passed_over(entry, misfits.get(entry))
         if found is None and entry in misfits:
             continue
         if found is None:
@@ -96,6 +96,14 @@ def find_last_checkpoint(
         else:
             report(f"{entry} {why}: taking the newest complete checkpoint before it, {found.resolve()}")
     return None if found is None else found.resolve()
+
+
+def _describe_passed_over(entry: Location, misfit: str | None) -> str:
+    if misfit is not None:
+        return f"does not fit: {misfit}"
+    if is_whole(entry):
+        return "was saved by another strategy, which numbers no saves (set its path to go on from it)"
+    return "leads nowhere" if entry.is_symlink() and not entry.exists() else "is not complete"
 
 
 def find_other_checkpoint(folders: Iterable[Location]) -> Location | None:

@@ -18,6 +18,7 @@ from lit_fsdp.checkpoint.latest import (
 )
 from lit_fsdp.checkpoint.manifest import MANIFEST, describe_files, read_position, write_manifest
 from lit_fsdp.checkpoint.reader import check_checkpoint, resolve_checkpoint
+from lit_fsdp.checkpoint.remote import Location
 
 
 def make(path: Path, second: int, *, is_whole: bool = True, save_number: int = 0, step: int | None = None) -> Path:
@@ -126,6 +127,22 @@ def test_the_number_of_the_save_counts_whatever_clocks_and_copies_make_of_the_ti
     (make(tmp_path / "short.ckpt", 1, save_number=7) / "part").write_text("")
     assert find_last_checkpoint([tmp_path], said.append) == single
     assert [Path(line.split(" is not complete")[0]).name for line in said] == ["cut.ckpt", "short.ckpt"]
+
+
+def test_a_newer_file_of_a_strategy_that_numbers_no_saves_is_passed_over_with_a_line(tmp_path: Path) -> None:
+    numbered = make(tmp_path / "0" / "step=5.ckpt", 2, save_number=1, step=5)
+    for name, second in (("step=3", 1), ("step=9", 3), ("other", 4)):
+        (tmp_path / "1").mkdir(exist_ok=True)
+        torch.save({"state_dict": {}, "global_step": 9}, tmp_path / "1" / f"{name}.ckpt")
+        os.utime(tmp_path / "1" / f"{name}.ckpt", (second, second))
+    (tmp_path / "1" / "last.ckpt").symlink_to("step=9.ckpt")
+    said: list[str] = []
+    folders = [tmp_path / "0", tmp_path / "1"]
+    misfits: dict[Location, str] = {tmp_path / "1" / "other.ckpt": "it is another model"}
+    assert find_last_checkpoint(folders, said.append, misfits.get) == numbered
+    assert [Path(line.split()[0]).name for line in said] == ["other.ckpt", "step=9.ckpt"]
+    assert "does not fit: it is another model" in said[0]
+    assert "was saved by another strategy, which numbers no saves" in said[1]
 
 
 def test_what_was_complete_when_its_writer_was_killed_counts_under_its_hidden_name(tmp_path: Path) -> None:
