@@ -218,13 +218,14 @@ def load_checkpoint(
         ValueError: It is not complete, damaged, or of another model or number of optimizers; on all ranks.
     """
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    read: list[tuple[Metadata, dict[str, Any]]] = []
     agree(lambda: check_files(path, verify, part=rank, num_parts=world_size))
+    agree(lambda: read.append((read_metadata(path), read_meta(path))))  # a disk or store may fail one rank alone
+    ((metadata, meta),) = read
     options = StateDictOptions(strict=strict)
-    metadata = read_metadata(path)
     stored = metadata.state_dict_metadata
     count = len({key.split(".")[0] for key in stored if key.startswith("optimizer_")})
     check_optimizers(path, count, optimizers)
-    meta = read_meta(path)
     is_part = meta.get(LEAVES_OUT_FROZEN, False)
     if is_part and not getattr(model, "restores_frozen", False):
         raise ValueError(

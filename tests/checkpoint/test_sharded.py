@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+from lit_fsdp.checkpoint import sharded
 from lit_fsdp.checkpoint.manifest import MANIFEST
 from lit_fsdp.checkpoint.optimizer_state import collect_state
 from lit_fsdp.checkpoint.sharded import META, join_states, load_checkpoint, save_checkpoint, to_plain
@@ -157,6 +158,22 @@ def save_stack(path: Path, *, num_optimizers: int = 1, width: int = 7, meta: Any
     for optimizer in optimizers:
         optimizer.step()
     save(path, model, *optimizers, meta=meta)
+
+
+@pytest.mark.parametrize("what", ["read_metadata", "read_meta"])
+def test_what_one_rank_cannot_read_fails_all(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_stack(tmp_path / "last")
+
+    def fail(_: Path) -> None:
+        raise ConnectionError("the store is gone")
+
+    def body() -> None:
+        if dist.get_rank() == 1:
+            monkeypatch.setattr(sharded, what, fail)
+        with pytest.raises(RuntimeError, match="rank 1: the store is gone"):
+            load_checkpoint(tmp_path / "last", Stack())
+
+    run_ranks(body)
 
 
 def test_an_older_checkpoint_is_replaced_whole(tmp_path: Path) -> None:
