@@ -68,7 +68,7 @@ def add_tokenizer(writer: GGUFWriter, files: Mapping[str, str | bytes], vocab_si
         for rank, pair in enumerate(spec["model"]["merges"]):
             ranks.setdefault("".join(pair.split(" ") if isinstance(pair, str) else pair), rank)
         writer.add_token_scores([-float(ranks.get(token, 0)) for token in tokens])
-        writer.add_add_space_prefix('"Prepend"' in json.dumps(spec.get("normalizer")))
+        writer.add_add_space_prefix(_adds_space(spec))
     with tempfile.TemporaryDirectory() as name:
         for file in _READ:
             if file in files:
@@ -99,6 +99,15 @@ def _find_kind(token: str | None, added: Mapping[str, Any] | None, spec: Mapping
 
 def _is_sentencepiece(spec: Mapping[str, Any]) -> bool:
     return bool(spec["model"].get("byte_fallback"))
+
+
+def _adds_space(spec: Mapping[str, Any]) -> bool:
+    """Whether a space is put before a text: by a normalizer or, as Transformers 5 saves it, by Metaspace."""
+    rule = spec.get("pre_tokenizer") or {}
+    steps = [step for step in rule.get("pretokenizers", [rule]) if step.get("type") == "Metaspace"]
+    # Files of before tokenizers 0.15 have a switch, which is on by default.
+    schemes = [step.get("prepend_scheme", "first" if step.get("add_prefix_space", True) else "never") for step in steps]
+    return any(scheme != "never" for scheme in schemes) or '"Prepend"' in json.dumps(spec.get("normalizer"))
 
 
 def _name_rule(spec: Mapping[str, Any]) -> str | None:

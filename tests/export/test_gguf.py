@@ -12,7 +12,7 @@ import yaml
 from launches import fork_ranks, write_run
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaTokenizer
 
 from lit_fsdp.cli.main import main
 from lit_fsdp.export.gguf_file import check_gguf, write_gguf
@@ -162,6 +162,32 @@ def test_every_type_is_as_near_as_its_bits(gguf_type: str, worst: float, tmp_pat
     assert reader.fields["llama.attention.head_count_kv"].contents() == 2
     assert reader.fields["tokenizer.ggml.add_bos_token"].contents() is True
     assert reader.fields["tokenizer.chat_template"].contents() == "{{ messages }}"
+
+
+def make_llama_tokenizer(way: str) -> Tokenizer:
+    """One of SentencePiece that puts a space before a text as its makers have done it, or puts none."""
+    tokenizer = make_tokenizer("sentencepiece")
+    if way == "transformers":
+        spec = json.loads(tokenizer.to_str())["model"]
+        made = LlamaTokenizer(vocab=spec["vocab"], merges=[tuple(pair) for pair in spec["merges"]])
+        return made.backend_tokenizer
+    if way == "normalizer":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), tokenizer.normalizer])
+    elif way != "none":
+        tokenizer.normalizer = None
+        scheme: Any = way
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    return tokenizer
+
+
+@pytest.mark.parametrize("way", ["transformers", "normalizer", "always", "never", "none"])
+def test_a_space_is_put_before_a_text_where_the_tokenizer_puts_one(way: str, tmp_path: Path) -> None:
+    tokenizer = make_llama_tokenizer(way)
+    files = make_files("sentencepiece") | {"tokenizer.json": tokenizer.to_str()}
+    reader = gguf.GGUFReader(write(make_model("llama"), files, tmp_path / "tiny.gguf"))
+    begins = tokenizer.encode("word", add_special_tokens=False).tokens[0].startswith("▁")
+    assert begins == (way not in ("never", "none"))
+    assert reader.fields["tokenizer.ggml.add_space_prefix"].contents() is begins
 
 
 @pytest.fixture(scope="module")
