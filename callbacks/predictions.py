@@ -133,9 +133,14 @@ def _to_plain(value: Any) -> Any:
     return tree_map_only((Tensor, np.ndarray, np.generic), lambda found: found.tolist(), value)
 
 
+def _list_columns(records: list[Record]) -> list[str]:
+    """Return the columns of a table; batches may have some that others have not."""
+    return list(dict.fromkeys(name for record in records for name in record)) or ["index", "prediction"]
+
+
 def _format_csv(records: list[Record]) -> bytes:
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(records[0]) if records else ["index", "prediction"], lineterminator="\n")
+    writer = csv.DictWriter(text, _list_columns(records), lineterminator="\n")
     writer.writeheader()
     writer.writerows(records)
     return text.getvalue().encode()
@@ -146,7 +151,7 @@ def _format_parquet(records: list[Record]) -> bytes:
     import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
     file = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist(records), file)
+    pq.write_table(pa.table({name: [one.get(name) for one in records] for name in _list_columns(records)}), file)
     return file.getvalue()
 
 

@@ -180,6 +180,19 @@ def test_a_table_holds_the_same_as_lines(suffix: str, tmp_path: Path) -> None:
     assert table["probability"][1] == 0.25
 
 
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_a_table_has_the_columns_of_all_batches(suffix: str, tmp_path: Path) -> None:
+    import pandas as pd  # type: ignore[import-untyped]
+
+    outputs = [{"index": [0], "prediction": ["a"]}, {"index": [1], "prediction": ["b"], "label": ["c"]}]
+    path = tmp_path / f"out{suffix}"
+    predict(outputs, WritePredictions(path=str(path)), tmp_path)
+    table = pd.read_csv(path) if suffix == ".csv" else pd.read_parquet(path)
+    assert list(table.columns) == ["index", "prediction", "label"]
+    assert table["label"].isna().tolist() == [True, False]
+    assert table["label"][1] == "c"
+
+
 def test_a_file_of_another_kind_is_refused() -> None:
     with pytest.raises(ValueError, match=r"path: got 'out\.txt': expected .* \.jsonl, \.csv, \.parquet"):
         WritePredictions(path="out.txt")
