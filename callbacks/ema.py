@@ -74,6 +74,11 @@ class EMA(StepCallback):
 
     reads_weights = True  # after each step, see ``cpu_offload.overlap_optimizer``
 
+    @property
+    def changes_saved_weights(self) -> bool:
+        """Whether saves need this callback: Lightning does not ask it for those of weights alone."""
+        return bool(self._averages)
+
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin with the weights as they are; a checkpoint is loaded after this."""

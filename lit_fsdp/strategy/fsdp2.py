@@ -802,8 +802,14 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
     ) -> None:
         if storage_options is not None:
             raise TypeError("storage_options: FSDP2Strategy writes folders with torch.distributed.checkpoint")
-        self._finish_comparison()
         trainer = self._module.trainer
+        for callback in trainer.callbacks if "callbacks" not in checkpoint else ():  # type: ignore[attr-defined]
+            if getattr(callback, "changes_saved_weights", False):
+                raise ValueError(
+                    f"weights_only: got true: the weights would be saved, and not what {type(callback).__name__} makes "
+                    "of them; leave it out"
+                )
+        self._finish_comparison()
         checkpoint[RUN_SETTINGS] = collect_run_settings(trainer, self.settings.mixed_precision)
         self._writer.save(locate(self.broadcast(str(filepath))), checkpoint)
         if trainer.state.finished:  # the user saves, after the run has waited for earlier saves

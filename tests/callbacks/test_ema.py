@@ -349,6 +349,19 @@ def test_a_module_that_was_not_trained_is_tested_with_its_own_weights(tmp_path: 
     run_ranks(train_one_test_another, tmp_path, world_size=1)
 
 
+def save_weights_alone(folder: Path) -> None:
+    trainer = build_trainer(FSDP2Strategy(print_plan=False), callbacks=[EMA()], gradient_clip_val=None, max_steps=1)
+    trainer.fit(Wide())
+    with pytest.raises(ValueError, match=r"weights_only: got true: .* not what EMA makes of them; leave it out"):
+        trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True)
+    assert not (folder / "weights.ckpt").exists()
+
+
+@pytest.mark.full
+def test_weights_are_not_saved_without_their_average(tmp_path: Path) -> None:
+    run_ranks(save_weights_alone, tmp_path, world_size=1)
+
+
 def measure(folder: Path, precision: str) -> None:
     """Compare what a checkpoint was said to take with what it takes."""
     strategy = FSDP2Strategy(print_plan=False)
