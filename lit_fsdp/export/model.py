@@ -142,6 +142,7 @@ def export_model(
             num_parameters,
             is_adapter=is_adapter,
             is_gguf=gguf is not None,
+            is_pushed=place is not None,
             has_quantized_experts=adapted is not None and adapted.has_quantized_experts,
             unquantized=None if adapted is None else adapted.unquantized,
         )

@@ -38,6 +38,7 @@ def write_model_card(
     *,
     is_adapter: bool,
     is_gguf: bool = False,
+    is_pushed: bool = False,
     has_quantized_experts: bool = False,
     unquantized: Sequence[str] | None = None,
 ) -> str:
@@ -52,6 +53,7 @@ def write_model_card(
         num_parameters: That were written.
         is_adapter: Whether they are adapters alone.
         is_gguf: Whether they are one file for llama.cpp.
+        is_pushed: Whether ``name`` is that on the Hub, where readers will load them from.
         has_quantized_experts: Whether adapters were trained over quantized experts, which Transformers has not.
         unquantized: The linear layers below adapters that stayed dense; ``None`` if they are those that Transformers
             leaves dense anyway.
@@ -76,7 +78,7 @@ def write_model_card(
     if base is not None and not is_on_hub:
         lines += ["", f"The base model was `{base['name']}`."]
     if is_adapter and base is not None:
-        lines += _explain_loading(name, base, config, unquantized)
+        lines += _explain_loading(name, base, config, unquantized, is_pushed=is_pushed)
         lines[-1] += _EXPERTS if has_quantized_experts else ""
         if base["quantization"] is not None and (size := base["quantization"]["block_size"]) != _BLOCK_SIZE:
             lines[-1] += _BLOCKS.format(size=size, known=_BLOCK_SIZE)
@@ -99,7 +101,12 @@ def _is_hub_name(name: str) -> bool:
 
 
 def _explain_loading(
-    name: str, base: Mapping[str, Any], config: Mapping[str, Any], unquantized: Sequence[str] | None
+    name: str,
+    base: Mapping[str, Any],
+    config: Mapping[str, Any],
+    unquantized: Sequence[str] | None,
+    *,
+    is_pushed: bool,
 ) -> list[str]:
     """Return how to load adapters over the same weights that they were trained over."""
     architecture = config["architectures"][0]
@@ -110,7 +117,8 @@ def _explain_loading(
     names = []
     if is_classifier:
         imports.insert(0, "import json")
-        setup.append(f'classes = json.load(open("{name}/classes.json"))')
+        path = f'hf_hub_download("{name}", "classes.json")' if is_pushed else f'"{name}/classes.json"'
+        setup.append(f"classes = json.load(open({path}))")
         options += ", num_labels=len(classes), id2label=dict(enumerate(classes)), ignore_mismatched_sizes=True"
     if ending == "ForSequenceClassification" and config.get("pad_token_id") is not None:
         options += f", pad_token_id={config['pad_token_id']}"  # by which decoders find the end of a text
@@ -127,6 +135,8 @@ def _explain_loading(
             arguments += f", llm_int8_skip_modules={list(unquantized)}"
         setup.append(f"quantization = BitsAndBytesConfig({arguments})")
         after = ["", "They were trained over the base model with its weights quantized like this."]
+    if is_classifier and is_pushed:
+        imports.insert(-1, "from huggingface_hub import hf_hub_download")
     return [
         *("", "## Loading", "", "```python"),
         *imports,

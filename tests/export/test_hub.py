@@ -6,7 +6,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import huggingface_hub
 import huggingface_hub.constants
 import pytest
 from export_runs import PLAIN, save_base, train
@@ -14,8 +16,10 @@ from hub_stand_in import TOKEN, Hub, serve_hub
 from launches import run_processes
 from models import LANGUAGE_MODELS
 
+from lit_fsdp.checkpoint.reader import StoredCheckpoint
 from lit_fsdp.cli.main import main
 from lit_fsdp.export.hub import find_place
+from lit_fsdp.export.model_card import write_model_card
 from ranks import run_ranks
 
 pytestmark = pytest.mark.full
@@ -138,6 +142,26 @@ def test_the_card_of_adapters_over_a_folder_names_no_base_that_the_hub_would_ref
     args = ["export", f"--checkpoint={tmp_path / 'last.ckpt'}", f"--out={tmp_path / 'out'}", "--push_to_hub=adapters"]
     assert main(args) == 0
     assert f'from_pretrained("{base}")' in hub.repos["ada/adapters"]["files"]["README.md"].decode()
+
+
+@pytest.mark.parametrize("is_pushed", [False, True])
+def test_the_card_of_a_classifier_finds_its_classes_where_the_adapters_are(
+    is_pushed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files: dict[str, str | bytes] = {"config.json": '{"architectures": ["ViTForImageClassification"]}'}
+    meta = {"base": {"name": "lab/vit", "fingerprint": "", "quantization": None}}
+    nothing: Any = None
+    stored = StoredCheckpoint(path=tmp_path / "a" / "b", meta=meta, files=files, metadata=nothing, tensors={})
+    monkeypatch.chdir(tmp_path)
+    place = tmp_path / ("cache" if is_pushed else "ada/tiny")
+    place.mkdir(parents=True)
+    (place / "classes.json").write_text('["cat"]')
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda _, name: place / name)
+    card = write_model_card("ada/tiny", stored, "float32", 1, is_adapter=True, is_pushed=is_pushed)
+    lines = card.split("```python\n")[1].split("\n")
+    found: dict[str, Any] = {}
+    exec("\n".join(line for line in lines if "huggingface_hub" in line or "json" in line), found)
+    assert found["classes"] == ["cat"]
 
 
 def test_public_is_what_was_asked_for(hub: Hub, run: Path, tmp_path: Path) -> None:
