@@ -309,6 +309,9 @@ class StabilityMonitor(StepCallback):
         path = find_checkpoint_folder(trainer) / f"unstable-step={trainer.global_step}.ckpt"
         trainer.save_checkpoint(str(path))
         trainer.strategy.on_train_end()  # where FSDP2Strategy waits for a checkpoint that is written beside training
+        if getattr(trainer.strategy, "missing_checkpoint", None) is not None:
+            self._error = f"{self._error}; weights of before could not be saved, see above"
+            return
         mark_saved(trainer)
         self._error = f"{self._error}; weights of before are saved in {path}, which --ckpt_path takes to go on"
 

@@ -242,6 +242,16 @@ def test_stop_at_the_last_step_fails_the_run_too(folder: Path, tmp_path: Path, m
         run_ranks(stop_at_the_last_step, folder)
 
 
+@pytest.mark.full
+def test_a_stop_on_a_full_disk_does_not_say_that_weights_are_saved(
+    folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lit_fsdp.checkpoint.writer.measure_free", lambda _: 0)
+    with pytest.raises(RankError, match="step 5: the loss is not finite; weights of before could not be saved"):
+        run_ranks(stop_at_the_last_step, folder)
+
+
 def warn(folder: Path) -> None:
     monitor = StabilityMonitor()
     task, trainer = fit(folder, [monitor, Breaker("model.model.layers.1.self_attn.o_proj")], max_steps=6)
