@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -30,6 +31,8 @@ EXPORT = "export"  # in the metadata of a checkpoint: the small files of the fol
 _HINT = "resume the run with trainer.strategy.checkpoint_format: sharded, and take what it saves then"
 _STATE = "state_dict."
 _MODEL = "model."  # a task holds its Transformers model under this name
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +80,8 @@ def resolve_checkpoint(given: str | Path | RemotePath) -> Location:
         raise ValueError(f"checkpoint: {path} is a file: expected a folder that FSDP2Strategy has written; {_HINT}")
     if (inner / META).is_file() or (inner / METADATA).is_file():
         return inner.resolve()
-    found = find_last_checkpoint([path, path / "checkpoints", *path.glob("version_*/checkpoints")])
+    folders = [path, path / "checkpoints", *path.glob("version_*/checkpoints")]
+    found = find_last_checkpoint(folders, log.warning)  # not to stdout, which may be an audio file
     if found is not None and enter(found).is_file():
         raise ValueError(f"checkpoint: the newest checkpoint of {path} is a single file, {enter(found)}; {_HINT}")
     if found is None:

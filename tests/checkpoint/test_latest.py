@@ -76,6 +76,16 @@ def test_what_is_newer_but_incomplete_is_passed_over_with_a_line(tmp_path: Path)
     assert all(line.endswith(str(good)) for line in said)
 
 
+def test_what_is_passed_over_is_said_beside_the_output_of_a_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = make(tmp_path / "checkpoints" / "step=1.ckpt", 1)
+    make(tmp_path / "checkpoints" / "step=2.ckpt", 2, is_whole=False)
+    assert resolve_checkpoint(tmp_path) == whole
+    assert "step=2.ckpt is not complete" in caplog.text
+    assert capsys.readouterr().out == ""  # which may be the audio of `speak --to_stdout true`
+
+
 def test_without_a_complete_one_there_is_none(tmp_path: Path) -> None:
     make(tmp_path / "cut.ckpt", 2, is_whole=False)
     said: list[str] = []
