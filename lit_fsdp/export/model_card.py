@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -154,11 +155,10 @@ def _read_metrics(run: Path | None, step: int) -> dict[str, tuple[float, int]]:
     metrics: dict[str, tuple[float, int]] = {}
     if run is None or not (path := run / "metrics.csv").is_file():
         return metrics
-    with path.open(newline="") as file:
+    with path.open(newline="", errors="replace") as file:
         for row in csv.DictReader(file):
-            at = row.get("step")
-            if not at or int(at) >= step:  # counted from 0
-                continue
-            values = {key: value for key, value in row.items() if value and key not in ("step", "epoch")}
-            metrics |= {key: (float(value), int(at) + 1) for key, value in values.items()}
+            with suppress(KeyError, TypeError, ValueError):  # a row without a step, or one that a killed run has cut
+                at = int(row["step"])  # counted from 0
+                values = {key: value for key, value in row.items() if value and key not in ("step", "epoch")}
+                metrics |= {key: (float(value), at + 1) for key, value in values.items() if at < step}
     return metrics

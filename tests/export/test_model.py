@@ -292,6 +292,17 @@ def test_the_newest_run_is_taken(tmp_path: Path) -> None:
     assert "from step 2" in (tmp_path / "out" / "README.md").read_text()
 
 
+@pytest.mark.parametrize("cut", [b"1e-,3,1", b"0.25,-", b"0.25,1,2,\xff", b"\x00\x00\x00"])
+def test_metrics_that_a_killed_run_has_cut_are_left_out_of_the_model_card(tmp_path: Path, cut: bytes) -> None:
+    run = tmp_path / "x" / "version_0"
+    save_random(run / "checkpoints" / "last.ckpt", build_language_model("llama", "cpu"), global_step=9)
+    (run / "config.yaml").write_text("seed: 3\n")
+    (run / "metrics.csv").write_bytes(b"loss,step\n0.75,0\n0.5,1\n0.1,9\n" + cut)
+    export_model(run, tmp_path / "out")
+    (row,) = [line for line in (tmp_path / "out" / "README.md").read_text().splitlines() if "| loss |" in line]
+    assert row == "| loss | 0.5 | 2 |"
+
+
 def test_the_model_card_tells_no_credentials_of_the_run(tmp_path: Path) -> None:
     run = tmp_path / "x" / "version_0"
     save_random(run / "checkpoints" / "last.ckpt", build_language_model("llama", "cpu"))
