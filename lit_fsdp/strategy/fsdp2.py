@@ -115,13 +115,14 @@ from lit_fsdp.strategy.trainer_settings import (
 from lit_fsdp.strategy.uneven_loaders import EvenBatches
 from lit_fsdp.weights.load import init_weights, iterate_meta, materialize
 
-# What each module was sharded with: a second run of it may be under another strategy object.
-_SHARDED_WITH: WeakKeyDictionary[pl.LightningModule, Settings] = WeakKeyDictionary()
+# What each module was sharded with, and as which units: a second run of it may be under another strategy object, or
+# come after one of another module.
+_SHARDED_WITH: WeakKeyDictionary[pl.LightningModule, tuple[Settings, list[Unit]]] = WeakKeyDictionary()
 
 
 def get_used_settings(module: pl.LightningModule, mesh: Mesh) -> Settings:
     """Return what a module was sharded with; the defaults on this mesh if its user has sharded it."""
-    return _SHARDED_WITH.get(module, Settings(mesh=mesh))
+    return _SHARDED_WITH[module][0] if module in _SHARDED_WITH else Settings(mesh=mesh)
 
 
 class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
@@ -436,6 +437,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
             # Of what its user has sharded, the mesh was used: ``device_mesh`` is made of it.
             used = get_used_settings(module, self.settings.mesh)
             self.settings.check_unchanged(used, type(module).__name__)
+            self.plan = _SHARDED_WITH[module][1] if module in _SHARDED_WITH else []
         else:
             self._shard(module)
         if is_fitting:
@@ -562,7 +564,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
                 f"max_norm of {join_names(limited)} has no lasting effect: it changes gathered copies of the weights; "
                 "see docs/limits.md"
             )
-        _SHARDED_WITH[module] = self.settings
+        _SHARDED_WITH[module] = self.settings, self.plan
 
     def _keep_table(self, module: nn.Module, plan: Sequence[Unit]) -> None:
         self._unit_table = make_table(module, plan, self.mesh_sizes)

@@ -234,6 +234,20 @@ def test_a_second_run_in_a_process_makes_no_more_process_groups(tmp_path: Path) 
     run_ranks(fit_twice, save_model(tmp_path / "model", **EVEN))
 
 
+def fit_in_turns(folder: Path) -> None:
+    big, small = build_task(folder), BoringModel()
+    trainers = [build_trainer(FSDP2Strategy(print_plan=False)) for _ in range(2)]
+    for trainer, module in ((trainers[0], big), (trainers[0], small), (trainers[0], big), (trainers[1], big)):
+        trainer.fit(module, Rows(EVEN["vocab_size"], 2) if module is big else None)
+        strategy: Any = trainer.strategy
+        assert {name for unit in strategy.plan for name in unit.parameters} == dict(module.named_parameters()).keys()
+
+
+@pytest.mark.full
+def test_the_units_are_those_of_the_module_that_runs_whatever_ran_before(tmp_path: Path) -> None:
+    run_ranks(fit_in_turns, save_model(tmp_path / "model", **EVEN), world_size=1)
+
+
 def test_ranks_wait_as_long_for_each_other_as_the_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
     def meet(*_: Any, timeout_s: float, start_timeout_s: float, **__: Any) -> None:
         raise RuntimeError(f"{timeout_s} and at the start {start_timeout_s}")
