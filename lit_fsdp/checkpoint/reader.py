@@ -158,5 +158,9 @@ def find_run(checkpoint: Location) -> Path | None:
     """Return the folder of the run that wrote a checkpoint, if it lies where runs put them."""
     if isinstance(checkpoint, RemotePath):
         return None
-    run = checkpoint.parent.parent
-    return run if (run / "config.yaml").is_file() else None
+    folder = checkpoint.parent
+    for place in (folder, folder.parent):
+        if "=" in place.name:  # made by a metric such as ``val/loss`` in the name of the file, see ``list_folders``
+            folder = place.parent
+    runs = (checkpoint.parent.parent, folder.parent)
+    return next((run for run in runs if (run / "config.yaml").is_file()), None)

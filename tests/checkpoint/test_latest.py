@@ -17,7 +17,7 @@ from lit_fsdp.checkpoint.latest import (
     is_whole,
 )
 from lit_fsdp.checkpoint.manifest import MANIFEST, describe_files, read_position, write_manifest
-from lit_fsdp.checkpoint.reader import check_checkpoint, resolve_checkpoint
+from lit_fsdp.checkpoint.reader import check_checkpoint, find_run, resolve_checkpoint
 from lit_fsdp.checkpoint.remote import Location
 
 
@@ -84,6 +84,15 @@ def test_what_is_passed_over_is_said_beside_the_output_of_a_command(
     assert resolve_checkpoint(tmp_path) == whole
     assert "step=2.ckpt is not complete" in caplog.text
     assert capsys.readouterr().out == ""  # which may be the audio of `speak --to_stdout true`
+
+
+@pytest.mark.parametrize("name", ["last.ckpt", "step=6-val/loss=0.5.ckpt", "step=6-val/text/loss=0.5.ckpt"])
+def test_the_run_of_a_checkpoint_is_found_whatever_folders_its_name_makes(tmp_path: Path, name: str) -> None:
+    run = tmp_path / "lr=1" / "version_0"
+    checkpoint = make(run / "checkpoints" / name, 1)
+    assert find_run(checkpoint) is None
+    (run / "config.yaml").touch()
+    assert find_run(checkpoint) == run
 
 
 def test_without_a_complete_one_there_is_none(tmp_path: Path) -> None:
