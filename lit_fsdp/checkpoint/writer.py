@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,7 @@ from lit_fsdp.sharding.mesh import DataRanks
 from lit_fsdp.sharding.random_state import collect_random_state
 
 CheckpointFormat = Literal["sharded", "single_file"]
+T = TypeVar("T")
 
 
 class CheckpointWriter:
@@ -166,7 +167,7 @@ class CheckpointWriter:
         states = agree(lambda: (own, extra_bytes, estimate_state_bytes(optimizers)) if num_whole else (own, 0, 0))
         weights = sum(weights for weights, *_ in states)
         whole = weights + sum(extra + (state or 0) for _, extra, state in states)
-        frees = agree(lambda: [measure_free(folder) for folder in here])
+        frees = self._choose_writers(agree(lambda: [measure_free(folder) for folder in here]))
         free, folder = min((min(found), folder) for folder, *found in zip(here, *frees, strict=True))
         return DiskSpace(
             folder=folder,
@@ -308,7 +309,11 @@ class CheckpointWriter:
             return 0
         folder = path.parent
         needed = sum(agree(lambda: count_bytes(state))) + SPARE_BYTES
-        return max(needed - min(agree(lambda: measure_free(folder))), 0)
+        return max(needed - min(self._choose_writers(agree(lambda: measure_free(folder)))), 0)
+
+    def _choose_writers(self, by_rank: list[T]) -> list[T]:
+        """Return what those ranks have found that write: a single file is only on the disk of the first."""
+        return by_rank[:1] if self.checkpoint_format == "single_file" else by_rank
 
 
 def _check_shared(folders: Sequence[Path], *, is_first: bool) -> None:

@@ -20,6 +20,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lit_fsdp.checkpoint import space
+from lit_fsdp.checkpoint import writer as writer_module
+from lit_fsdp.checkpoint.latest import is_whole
 from lit_fsdp.checkpoint.manifest import is_complete
 from lit_fsdp.checkpoint.sharded import save_checkpoint
 from lit_fsdp.checkpoint.space import DiskSpace, estimate_state_bytes
@@ -278,3 +280,20 @@ def save_in_own_folders(folder: Path, shares: bool) -> None:
 @pytest.mark.parametrize("shares", [True, False])
 def test_machines_with_a_folder_each_save_nothing_that_looks_complete(tmp_path: Path, shares: bool) -> None:
     run_ranks(save_in_own_folders, tmp_path, shares)
+
+
+def save_beside_a_full_disk(folder: Path) -> None:
+    model, path = nn.Linear(4, 4), folder / "checkpoints" / "step=1.ckpt"
+    writer = CheckpointWriter(checkpoint_format="single_file", is_async=False, report=pytest.fail)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(writer_module, "measure_free", lambda _: 0)
+        found = writer.measure_space([path.parent], (1, 0), model, [])
+        assert found is not None
+        found.check()
+        assert writer.save(path, {"state_dict": writer.get_model_state(model), "optimizer_states": []})
+
+
+def test_a_single_file_needs_no_room_on_machines_that_do_not_write_it(tmp_path: Path) -> None:
+    run_ranks(save_beside_a_full_disk, tmp_path)
+    assert is_whole(tmp_path / "checkpoints" / "step=1.ckpt")
