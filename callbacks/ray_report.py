@@ -80,7 +80,8 @@ class RayReport(Callback):
         with TemporaryDirectory() if found != self._reported else nullcontext() as folder:
             checkpoint = None
             if folder is not None:
-                Path(folder, POINTER).write_text(json.dumps({"path": str(found), "step": trainer.global_step}))
+                told = {"path": str(found), "folder": str(self._folder.resolve()), "step": trainer.global_step}
+                Path(folder, POINTER).write_text(json.dumps(told))
                 checkpoint = Checkpoint.from_directory(folder)
             self._reported = found
             report(metrics, checkpoint)
@@ -92,14 +93,14 @@ class RayReport(Callback):
 def find_reported_checkpoint() -> str | None:
     """Return the newest complete checkpoint of a run that Ray has started again, for ``ckpt_path``.
 
-    ``None`` in a first start, and where none was reported. To be called in a worker. Only what lies beside the
-    checkpoint that was reported last is looked at, which may be removed by now.
+    ``None`` in a first start, and where none was reported. To be called in a worker. Only the folder in which the run
+    saves is looked at: the checkpoint that was reported last may be removed by now.
     """
     from ray.train import get_checkpoint
 
     if (pointer := get_checkpoint()) is None:
         return None
     with pointer.as_directory() as folder:
-        reported = locate(json.loads(Path(folder, POINTER).read_text())["path"])
-    found = find_last_checkpoint([reported.parent], report=lambda _: None)
+        place = locate(json.loads(Path(folder, POINTER).read_text())["folder"])
+    found = find_last_checkpoint([place], report=lambda _: None)
     return None if found is None else str(found)
