@@ -33,6 +33,7 @@ from lit_fsdp.reporting.metrics import find_run_folder
 from lit_fsdp.strategy.data_module import get_data_module
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 from lit_fsdp.strategy.launcher import outlive_children
+from lit_fsdp.strategy.retried_step import check_retries
 
 _GIB = 2**30
 _EVALUATIONS: dict[TrainerFn | None, str] = {TrainerFn.TESTING: "test", TrainerFn.PREDICTING: "predict"}
@@ -165,7 +166,7 @@ class OOMReport(Callback):
         if isinstance(strategy, FSDP2Strategy) and strategy.plan:
             situation = _assess(strategy, module, held, reserved, batch)
             lines += ["", "## What would help", "", *_list_suggestions(suggest_settings(situation))]
-            if not strategy.oom_retries and self._phase in ("forward", "backward"):
+            if self._phase in ("forward", "backward") and _could_retry(strategy, module):
                 again = "a step that runs out of memory is redone in smaller parts, with the same result"
                 lines += ["", f"With trainer.strategy.oom_retries: 4 {again}."]
         return "\n".join(lines) + "\n"
@@ -236,6 +237,15 @@ def _assess(
 def _is_unset(module: LightningModule, name: str) -> bool | None:
     """Return whether a task has this setting and does not use it; ``None`` if it has none."""
     return getattr(module, name) is None if hasattr(module, name) else None
+
+
+def _could_retry(strategy: FSDP2Strategy, module: LightningModule) -> bool:
+    """Whether ``oom_retries`` is left to be set, and would not be refused."""
+    try:
+        check_retries(1, strategy.settings)
+    except ValueError:
+        return False
+    return not strategy.oom_retries and module.automatic_optimization
 
 
 def _list_suggestions(suggestions: Iterable[Suggestion]) -> Iterator[str]:

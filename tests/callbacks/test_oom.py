@@ -8,10 +8,14 @@ import pytest
 import torch
 from launches import fork_ranks, write_run
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader
+from training import build_trainer
 
+from lit_fsdp import FSDP2Strategy
 from lit_fsdp.callbacks import OOMReport
 from lit_fsdp.profiling.device_memory import is_out_of_memory, start_recording, stop_recording
+from ranks import run_ranks
 
 TASK = """
 import torch
@@ -151,6 +155,30 @@ def test_an_error_of_another_kind_leaves_no_report(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="we ran out"):
         trainer.validate(module, DataLoader(torch.ones(2, 4)))
     assert list(tmp_path.iterdir()) == []
+
+
+class OwnSteps(BoringModel):
+    """Runs out of memory, maybe under manual optimization."""
+
+    def __init__(self, is_automatic: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = is_automatic
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        raise MemoryError("no more")
+
+
+def run_out(folder: Path, is_automatic: bool) -> None:
+    trainer = build_trainer(FSDP2Strategy(), callbacks=[OOMReport(fallback_dir=str(folder))], gradient_clip_val=None)
+    with pytest.raises(MemoryError):
+        trainer.fit(OwnSteps(is_automatic))
+    assert ("oom_retries" in (folder / "out_of_memory.md").read_text()) == is_automatic
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("is_automatic", [True, False])
+def test_steps_that_cannot_be_redone_are_not_said_to_be(tmp_path: Path, is_automatic: bool) -> None:
+    run_ranks(run_out, tmp_path, is_automatic, world_size=1)
 
 
 def test_out_of_memory_is_seen_in_what_caused_an_error() -> None:
