@@ -71,6 +71,12 @@ class CommunicationLogger(StepCallback):
         self._is_compared = False
 
     @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":  # which may end before its first step
+            self._stop()
+            self._reset()
+
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to measure; the sanity check is over, and the model is sharded."""
         super().on_train_start(trainer, pl_module)

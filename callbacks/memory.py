@@ -104,6 +104,8 @@ class MemoryLogger(StepCallback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":  # which may end before its first step
+            self._reset()
         if self.snapshot_steps and trainer.strategy.root_device.type != "cuda":
             raise ValueError(f"snapshot_steps: got {list(self.snapshot_steps)}: only CUDA has them; leave it out")
 

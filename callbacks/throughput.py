@@ -85,6 +85,11 @@ class ThroughputLogger(StepCallback):
         self._counting = ExitStack()
 
     @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":  # which may end before its first step
+            self._section = None
+
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._stop_watching()

@@ -15,7 +15,15 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from report_runs import RUN_NAME, Page, TinyTask, fit_tiny, fit_two_ranks, read_numbers
 
-from lit_fsdp.callbacks import Preemption, RunReport, RunSummary, StabilityMonitor
+from lit_fsdp.callbacks import (
+    CommunicationLogger,
+    MemoryLogger,
+    Preemption,
+    RunReport,
+    RunSummary,
+    StabilityMonitor,
+    ThroughputLogger,
+)
 from lit_fsdp.reporting.report_files import Report, add_section, write_report
 from lit_fsdp.reporting.sections import Section
 
@@ -286,6 +294,19 @@ def test_the_same_callback_starts_anew_in_a_second_fit(tmp_path: Path) -> None:
     trainer = fit_tiny(tmp_path, callbacks=[report], max_steps=10, logger=CSVLogger(tmp_path, name="again"))
     trainer.validate(TinyTask(), [torch.ones(2, 4)], verbose=False)  # is no fit
     assert read_numbers(tmp_path / "again" / "version_0")["curves"]["train/loss"]["steps"] == [5, 10]
+
+
+def test_a_fit_that_fails_before_its_first_step_reports_nothing_of_the_one_before(tmp_path: Path) -> None:
+    class Unstartable(TinyTask):
+        def on_fit_start(self) -> None:
+            raise RuntimeError("no")
+
+    callbacks: list[Any] = [MemoryLogger(trace_step=None), ThroughputLogger(), CommunicationLogger()]
+    fit_tiny(tmp_path, callbacks=callbacks)
+    assert None not in [callback.make_section() for callback in callbacks]
+    with pytest.raises(RuntimeError, match="no"):
+        fit_tiny(tmp_path, Unstartable(), callbacks=callbacks)
+    assert [callback.make_section() for callback in callbacks] == [None] * 3
 
 
 def test_a_report_that_cannot_be_written_does_not_fail_the_run(tmp_path: Path) -> None:
