@@ -20,7 +20,7 @@ from filelock import Timeout
 from lit_fsdp.checkpoint.places import name_beside, name_replaced, remove_beside
 from lit_fsdp.checkpoint.remote import Location, RemotePath, locate_local
 from lit_fsdp.errors import join_names
-from lit_fsdp.files import hold_lock, refuse_unwritable
+from lit_fsdp.files import hold_lock, refuse_unwritable, sync_path
 
 MANIFEST = "export_manifest.json"  # in an exported folder: the names of all files in it
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
@@ -76,6 +76,9 @@ def write_beside(out: Path, *sources: Location, overwrite: bool) -> Iterator[Pat
             yield beside
             names = sorted([*list_files(beside), MANIFEST])
             (beside / MANIFEST).write_text(json.dumps({"files": names}, indent=1) + "\n")
+            for path in (*beside.rglob("*"), beside):  # else a power cut could leave its names without their contents
+                if not path.is_symlink():
+                    sync_path(path)
             check_out(out, *sources, overwrite=overwrite)
             _replace(out, beside)
         except BaseException:
@@ -141,9 +144,11 @@ def _list_foreign(out: Path) -> list[str]:
 def _replace(out: Path, beside: Path) -> None:
     if not out.exists():
         beside.rename(out)
+        sync_path(out.parent)
         return
     shutil.copymode(out, beside)
     if exchange(beside, out):
+        sync_path(out.parent)
         shutil.rmtree(beside, ignore_errors=True)
         return
     old = name_replaced(out)
@@ -154,6 +159,7 @@ def _replace(out: Path, beside: Path) -> None:
         if not out.exists():
             old.rename(out)
         raise
+    sync_path(out.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -35,7 +34,6 @@ def open_tensor_files(
     with ExitStack() as stack:
         for file_name, tensors in files.items():
             file = stack.enter_context((folder / file_name).open("wb"))
-            stack.callback(_flush, file)
             places |= _write_header(file, tensors)
         yield partial(_write_tensor, places)
         assert not places, f"not written: {sorted(places)[:5]}"
@@ -68,9 +66,3 @@ def _write_tensor(places: _Places, name: str, tensor: Tensor) -> None:
     assert (tensor.shape, tensor.dtype) == (like.shape, like.dtype), name
     file.seek(begin)
     file.write(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
-
-
-def _flush(file: BufferedWriter) -> None:
-    """Make sure that a power cut after the folder was renamed cannot leave it without its data."""
-    file.flush()
-    os.fsync(file.fileno())

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from lit_fsdp.export import out_folder
 from lit_fsdp.export.out_folder import MANIFEST, list_files, lock_out, write_beside
 
 FORK = get_context("fork")
@@ -166,6 +167,27 @@ def test_a_replacement_that_fails_half_way_is_undone(
         export(out, overwrite=True)
     assert (out / "config.json").read_text() == "old"
     assert list_names(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_all_of_it_is_on_the_disk_before_it_takes_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_new: bool
+) -> None:
+    out = tmp_path / "out"
+    synced: list[tuple[str, bool]] = []
+    if not is_new:
+        export(out, "old")
+
+    def is_in_place() -> bool:
+        return out.exists() and (out / "config.json").read_text() == "new"
+
+    monkeypatch.setattr(
+        out_folder, "sync_path", lambda path: synced.append((path.relative_to(tmp_path).as_posix(), is_in_place()))
+    )
+    export(out, overwrite=True)
+    hidden = ".out.incomplete"
+    parts = [f"{hidden}/{name}" for name in ("codec", "codec/weights", "config.json", MANIFEST)]
+    assert sorted(synced) == sorted([(".", True), *((name, False) for name in (hidden, *parts))])
 
 
 def test_a_mount_point_is_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
