@@ -463,6 +463,9 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
 
     def _build_optimizers(self, trainer: pl.Trainer) -> None:
         self._reset_optimizers_and_schedulers()
+        # Of an earlier fit that was resumed and had no step left, nothing counts in this one.
+        self._saved_settings = {}
+        self.restore_random_later(None, None)
         self.setup_optimizers(trainer)
         rebind_optimizers(self._module, self._real_optimizers)
         for optimizer in self._real_optimizers:

@@ -34,8 +34,8 @@ class RandomStreams(ParallelStrategy):
     _restore_own: Callable[[], None] | None = None
     _restore_common: Callable[[], None] | None = None
 
-    def restore_random_later(self, own: Callable[[], None], common: Callable[[], None]) -> None:
-        """Call ``own`` before the first step, and ``common`` when the training loader was built."""
+    def restore_random_later(self, own: Callable[[], None] | None, common: Callable[[], None] | None) -> None:
+        """Call ``own`` before the first step, and ``common`` when the training loader was built, if given."""
         self._restore_own, self._restore_common = own, common
 
     @contextmanager

@@ -248,6 +248,37 @@ def test_the_units_are_those_of_the_module_that_runs_whatever_ran_before(tmp_pat
     run_ranks(fit_in_turns, save_model(tmp_path / "model", **EVEN), world_size=1)
 
 
+class Draws(BoringModel):
+    """Keeps what its steps draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.drawn.append(float(torch.rand(())))
+        return super().training_step(batch, batch_idx)
+
+
+def resume_without_a_step(folder: Path) -> None:
+    def fit(trainer: pl.Trainer, path: Path | None = None) -> list[float]:
+        torch.manual_seed(7)
+        trainer.fit_loop.epoch_loop.max_steps = 1 + trainer.global_step if path is None else 1
+        trainer.fit(module := Draws(), ckpt_path=path)
+        return module.drawn
+
+    first, second = (build_trainer(FSDP2Strategy(print_plan=False), max_steps=1) for _ in range(2))
+    drawn = fit(first)
+    torch.manual_seed(8)
+    first.save_checkpoint(folder / "a.ckpt")
+    assert fit(second, folder / "a.ckpt") == []
+    assert fit(second) == drawn
+
+
+def test_random_numbers_of_a_checkpoint_are_for_the_run_that_resumed_it_alone(tmp_path: Path) -> None:
+    run_ranks(resume_without_a_step, tmp_path, world_size=1)
+
+
 def test_ranks_wait_as_long_for_each_other_as_the_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
     def meet(*_: Any, timeout_s: float, start_timeout_s: float, **__: Any) -> None:
         raise RuntimeError(f"{timeout_s} and at the start {start_timeout_s}")
