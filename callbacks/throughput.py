@@ -105,6 +105,7 @@ class ThroughputLogger(StepCallback):
         self._num_elements = 0.0
         self._is_starved = False
         self._flops: Flops | None = None
+        self._counted_step = trainer.global_step
         self._flop_elements = 0.0
         self._estimator: StepTimeEstimator | None = None
         self._peak_tflops = self._choose_peak(trainer, pl_module)
@@ -124,7 +125,7 @@ class ThroughputLogger(StepCallback):
         is_sample = trainer.global_step == self.first_step or is_logging_step(trainer)
         if self._estimator is not None and is_sample:
             self._estimator.add(pl_module, batch)
-        if self._counter is not None and trainer.global_step == self.first_step:
+        if self._counter is not None and trainer.global_step == self._counted_step:
             self._counting.enter_context(self._counter)
 
     @override
@@ -136,6 +137,12 @@ class ThroughputLogger(StepCallback):
         self._timeline.cut("optimizer")
         if pl_module.automatic_optimization:
             self._counting.close()
+
+    def on_step_undone(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Count the next step, as this one is computed again, in parts; see ``oom_retries``."""
+        self._counting.close()
+        if self._counter is not None:
+            self._counter, self._counted_step = FlopCounter(), trainer.global_step + 1
 
     def _end_optimizer(self, *_: Any) -> None:
         # Torch calls this for the step of a parent class too, where an optimizer builds on that.
@@ -171,7 +178,7 @@ class ThroughputLogger(StepCallback):
             warnings.warn(warning, stacklevel=1)  # on each rank, as each compiles for itself
         self._timeline.cut("other")
         self._timeline.close(self._num_elements)
-        if self._counter is not None:
+        if self._counter is not None and trainer.global_step > self._counted_step:
             self._flops, self._flop_elements = self._counter.flops, self._num_elements
             self._counter = None
         self._num_elements = 0.0

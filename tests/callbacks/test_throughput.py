@@ -288,6 +288,17 @@ def test_mfu_is_of_the_peak_of_the_dtype_that_is_computed_in(tmp_path: Path, mon
     section = fit(Peaked(num_warmup_steps=1), tmp_path, limit_val_batches=0, max_steps=3)
     assert section.numbers["mfu_pct"] == pytest.approx(100 * section.numbers["model_tflop_s"] / 1e-6)
     assert section.numbers["hfu_pct"] == section.numbers["mfu_pct"] > 0
+
+    class Undo(Callback):
+        def on_before_backward(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> None:
+            if trainer.global_step == 0:
+                peaked.on_step_undone(trainer, module)
+
+    peaked = Peaked(num_warmup_steps=1)
+    undone = fit(peaked, tmp_path, limit_val_batches=0, max_steps=3, callbacks=[peaked, Undo()])
+    flops = "first_step_flops_of_rank_0"
+    assert undone.numbers[flops] == section.numbers[flops]
+    assert undone.numbers["model_tflop_s"] == section.numbers["model_tflop_s"]
     uncounted = fit(Peaked(num_warmup_steps=1, count_flops=False), tmp_path, limit_val_batches=0, max_steps=3).numbers
     assert uncounted["step_s"] > 0
     assert not uncounted.keys() & {"model_tflop_s", "mfu_pct", "hfu_pct"}
