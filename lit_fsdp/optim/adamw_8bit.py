@@ -101,7 +101,8 @@ class AdamW8bit(ShardOptimizer):
         local, gradient = to_local(parameter), to_local(parameter.grad)  # type: ignore[arg-type]
         if not local.numel():  # this rank has no row of a small parameter
             return
-        rows = local.reshape(local.shape[0], -1)  # [rows, length of a row]; a copy if the layout is unusual
+        num_rows = local.shape[0] if local.ndim else 1
+        rows = local.reshape(num_rows, -1)  # [rows, length of a row]; a copy if the layout is unusual
         update = self._update_8bit if is_8bit(parameter.shape) else self._update_32bit
         update(rows, gradient.to(local.dtype).reshape(rows.shape), state, group)
         if not local.is_contiguous():  # addresses are not compared: tensors without values have none

@@ -132,6 +132,17 @@ def test_a_rank_holds_about_two_bytes_of_state_for_each_element_of_its_shard() -
     run_ranks(body)
 
 
+def test_a_parameter_of_no_dimension_is_stepped_as_by_adamw() -> None:
+    scales = [nn.Parameter(torch.tensor(2.0)) for _ in range(2)]
+    optimizers = [AdamW8bit(scales[:1], **OPTIONS), torch.optim.AdamW(scales[1:], **OPTIONS)]
+    for gradient in (0.5, -2.0, 0.1):
+        for scale, optimizer in zip(scales, optimizers, strict=True):
+            scale.grad = torch.tensor(gradient)
+            optimizer.step()
+    assert scales[0] != 2
+    assert torch.allclose(scales[0], scales[1], atol=1e-6)
+
+
 def test_parameters_in_bfloat16_keep_the_state_of_float32_ones() -> None:
     module = build_weights(torch.bfloat16)
     optimizer = AdamW8bit(module.parameters(), **OPTIONS)
