@@ -91,11 +91,12 @@ class ShardOptimizer(Optimizer):
                     f"{tuple(parameter.shape)}, expected {', '.join(expected)}: it was saved by another optimizer"
                 )
             old = before.get(parameter, {})
-            self.state[parameter] = {n: self.take_over(parameter, v, old.get(n)) for n, v in loaded.items()}
+            tensors = {n: self.take_over(parameter, v, old.get(n)) for n, v in loaded.items() if n != "step"}
+            self.state[parameter] = {"step": loaded["step"], **tensors}  # that stays on the CPU
 
     def take_over(self, parameter: Tensor, value: Tensor, old: Tensor | None) -> Tensor:  # noqa: ARG002
         """Return what is kept of a loaded tensor; ``old`` is what was kept before."""
-        return value.to(parameter.device) if value.ndim else value  # the number of steps stays on the CPU
+        return value.to(parameter.device)
 
 
 def refuse_whole_steps(optimizer: Optimizer) -> None:

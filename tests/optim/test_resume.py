@@ -135,3 +135,16 @@ def test_columns_that_are_split_are_refused(name: str) -> None:
             build([nn.Parameter(distribute_tensor(torch.zeros(64, 256), mesh, [Shard(1)]))])
 
     run_ranks(body)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_state_of_a_parameter_of_no_dimension_is_loaded_to_where_that_is(name: str) -> None:
+    build, options = OPTIMIZERS[name]
+    scale = nn.Parameter(torch.tensor(2.0))
+    scale.grad = torch.tensor(1.0)
+    optimizer = build([scale], **options)
+    optimizer.step()
+    elsewhere = nn.Parameter(torch.empty((), device="meta"))
+    other = build([elsewhere], **options)
+    other.load_state_dict(optimizer.state_dict())
+    assert {key for key, value in other.state[elsewhere].items() if not value.is_meta} == {"step"}
