@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,8 +27,23 @@ from lit_fsdp.checkpoint.remote import Location, RemotePath, locate
 from lit_fsdp.sharding.mesh import DataRanks
 from lit_fsdp.strategy.elastic import find_agent
 
-# Those whose accumulation was derived, with what is wrong with it unless the run is a resumed one.
-_DERIVED: WeakKeyDictionary[pl.Trainer, str] = WeakKeyDictionary()
+
+@dataclass(frozen=True, kw_only=True)
+class _Derived:
+    """An accumulation that was derived.
+
+    Args:
+        sizes: Of the data: its global batch, and the rows of a micro-batch.
+        num_micro_batches: What they came to.
+        problem: What is wrong with it unless the run is a resumed one.
+    """
+
+    sizes: tuple[Any, Any]
+    num_micro_batches: int
+    problem: str
+
+
+_DERIVED: WeakKeyDictionary[pl.Trainer, _Derived] = WeakKeyDictionary()
 
 _Rule = tuple[Callable[[Any], bool], str]  # what holds of a value, and the words for it
 
@@ -97,6 +113,9 @@ def count_micro_batches(trainer: pl.Trainer) -> int | None:
 def derive_accumulation(trainer: pl.Trainer, data: object, *, is_resumed: bool | None) -> None:
     """Set how many micro-batches a step accumulates by ``global_batch_size`` and ``batch_size`` of data that has them.
 
+    Again for the data of each ``fit``; the same data may be asked for twice. Data without leaves what is set, but takes
+    back what was derived of the data before.
+
     Where that global batch is not to be had, and the number of ranks is not the user's to choose, the nearest one is
     taken, and a warning says so. That is where torchrun may start fewer ranks, and in a resumed run.
 
@@ -110,7 +129,14 @@ def derive_accumulation(trainer: pl.Trainer, data: object, *, is_resumed: bool |
         ValueError: The ranks cannot share a global batch, or the accumulation was set, too.
     """
     rows: int | None = getattr(data, "global_batch_size", None)
-    if rows is None or trainer in _DERIVED:
+    batch_size = getattr(data, "batch_size", None)
+    if (before := _DERIVED.get(trainer)) is not None:
+        if before.sizes == (rows, batch_size):
+            return
+        del _DERIVED[trainer]
+        if trainer.accumulate_grad_batches == before.num_micro_batches:  # else it was set since
+            trainer.accumulate_grad_batches = 1
+    if rows is None:
         return
     if count_micro_batches(trainer) != 1:
         given = count_micro_batches(trainer) or "by a callback"
@@ -118,7 +144,6 @@ def derive_accumulation(trainer: pl.Trainer, data: object, *, is_resumed: bool |
             f"accumulate_grad_batches: set ({given}) beside data.global_batch_size {rows}, which decides it: leave one "
             "of them out"
         )
-    batch_size = getattr(data, "batch_size", None)
     if not isinstance(batch_size, int):
         what = "the rows in a micro-batch of one rank"
         raise ValueError(f"global_batch_size: got {rows}: needs batch_size, {what}")  # noqa: TRY004  a setting
@@ -130,7 +155,8 @@ def derive_accumulation(trainer: pl.Trainer, data: object, *, is_resumed: bool |
     if problem and is_fixed and not is_open:
         raise ValueError(problem)
     trainer.accumulate_grad_batches = num_micro_batches
-    _DERIVED[trainer] = problem if is_open else ""
+    left = problem if is_open else ""
+    _DERIVED[trainer] = _Derived(sizes=(rows, batch_size), num_micro_batches=num_micro_batches, problem=left)
     if problem and not is_open:
         _warn_of_nearest(trainer, data, problem)
 
@@ -147,11 +173,12 @@ def settle_accumulation(trainer: pl.Trainer, data: object) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, GradientAccumulationScheduler):
             trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
-    if problem := _DERIVED.get(trainer, ""):
+    derived = _DERIVED.get(trainer)
+    if derived is not None and derived.problem:
         if trainer.ckpt_path is None:
-            raise ValueError(problem)
-        _warn_of_nearest(trainer, data, problem)
-        _DERIVED[trainer] = ""
+            raise ValueError(derived.problem)
+        _warn_of_nearest(trainer, data, derived.problem)
+        _DERIVED[trainer] = replace(derived, problem="")
 
 
 def _warn_of_nearest(trainer: pl.Trainer, data: Any, problem: str) -> None:

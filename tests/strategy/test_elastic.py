@@ -289,6 +289,19 @@ def test_the_global_batch_stays_on_another_number_of_ranks(world_size: int, expe
         assert trainer.accumulate_grad_batches == expected
 
 
+def test_the_data_of_a_later_fit_has_its_own_global_batch() -> None:
+    trainer = build_trainer(2)
+    found = []
+    for batch_size, rows in ((2, 16), (2, 8), (1, 8), (1, None), (2, 16)):
+        data = SimpleNamespace(batch_size=batch_size, global_batch_size=rows)
+        derive_accumulation(trainer, data, is_resumed=None)
+        found.append(trainer.accumulate_grad_batches)
+    assert found == [4, 2, 4, 1, 4]
+    trainer.accumulate_grad_batches = 3
+    derive_accumulation(trainer, SimpleNamespace(batch_size=2), is_resumed=None)
+    assert trainer.accumulate_grad_batches == 3  # what was set since stays
+
+
 def test_a_global_batch_that_the_ranks_cannot_share_is_refused_or_on_a_resume_the_nearest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
