@@ -43,6 +43,7 @@ from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.reporting.metrics import count_planned_steps
 from lit_fsdp.sharding.grad_clipping import clip_grad_norm, clip_grad_value, compute_grad_norm, scale_gradients
 from lit_fsdp.strategy.batch_split import BatchPart, split_rows
+from lit_fsdp.strategy.data_module import get_data_module
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 from lit_fsdp.strategy.lightning_internals import forget_train_loader, is_last_micro_batch, log_again
 from lit_fsdp.strategy.lightning_strategies import (
@@ -54,7 +55,12 @@ from lit_fsdp.strategy.lightning_strategies import (
     shard_like_fsdp2,
 )
 from lit_fsdp.strategy.overlapped_optimizer import get_overlapped_steps
-from lit_fsdp.strategy.trainer_settings import check_learning_rate_finder, get_data_ranks
+from lit_fsdp.strategy.trainer_settings import (
+    check_learning_rate_finder,
+    derive_accumulation,
+    get_data_ranks,
+    settle_accumulation,
+)
 from lit_fsdp.tasks.lr_schedule import ConfiguredLR, LRSchedule
 from lit_fsdp.weights.load import init_weights, materialize
 
@@ -130,6 +136,8 @@ class Task(TakesMappings, LightningModule):
     def setup(self, stage: str) -> None:
         """Get ready for the strategy; a subclass that has a ``setup`` of its own calls this."""
         if stage == "fit":
+            if not isinstance(self.trainer.strategy, FSDP2Strategy):  # which does so itself, before ranks start
+                derive_accumulation(self.trainer, get_data_module(self.trainer), is_resumed=None)
             self.check_strategy(self.trainer)
             self._step_sums, self._factor, self._scaled = None, None, set()  # a run that failed may have left some
         keep_parameters_whole(self.trainer.strategy)
@@ -437,6 +445,8 @@ class Task(TakesMappings, LightningModule):
     def on_train_start(self) -> None:
         """Say which learning rate adapters got, where none was set."""
         super().on_train_start()
+        if not isinstance(self.trainer.strategy, FSDP2Strategy):
+            settle_accumulation(self.trainer, get_data_module(self.trainer))
         if self.optimizer_settings.learning_rate is not None or not self.has_adapters:
             return
         schedules = [config.scheduler for config in self.trainer.lr_scheduler_configs]

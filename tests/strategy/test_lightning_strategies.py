@@ -139,6 +139,25 @@ def test_losses_with_accumulated_gradients_are_those_of_fsdp2(tmp_path: Path) ->
     compare(["ddp", "fsdp", "model_parallel"], "text", tmp_path, {}, {"accumulate_grad_batches": 2})
 
 
+def fit_global_batch(folder: Path, rows: int) -> int:
+    trainer = build_trainer(DDPStrategy(), max_steps=1)
+    task, data = make_task("text", folder)
+    data.global_batch_size = rows
+    trainer.fit(task, data)
+    return trainer.accumulate_grad_batches
+
+
+def test_the_global_batch_of_data_counts_under_ddp_too(tmp_path: Path) -> None:
+    folder = write_inputs("text", tmp_path / "inputs")  # data of 4 rows a micro-batch
+
+    def body() -> None:
+        assert fit_global_batch(folder, 12) == 3
+        with pytest.raises(ValueError, match="global_batch_size: got 10: expected a multiple of 4"):
+            fit_global_batch(folder, 10)
+
+    run_ranks(body, world_size=1)
+
+
 def test_the_blocks_of_fsdp2_are_sharded_by_fsdp1_and_by_model_parallel(tmp_path: Path) -> None:
     def body() -> None:
         for name, kind in (("fsdp", FullyShardedDataParallel), ("model_parallel", FSDPModule)):
