@@ -13,6 +13,7 @@ from datetime import timedelta
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -23,11 +24,13 @@ from lightning.fabric.utilities.distributed import _destroy_dist_connection, _in
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # as in roll_call.py
 
+from lit_fsdp.sharding.torch_internals import set_timeout
 from lit_fsdp.strategy.elastic import advise_own_store, check_nodes, has_agent_store, read_command
 from lit_fsdp.strategy.roll_call import call_roll, open_store, sign_in
 
 MAX_TIMEOUT_S = 1e9  # 30 years; torch counts in nanoseconds, of which 64 bits hold 290
 _VARIABLE = "GLOO_SOCKET_IFNAME"
+_STARTED: WeakSet[dist.ProcessGroup] = WeakSet()  # here; one that a user has started keeps the timeout it was given
 
 
 def init_process_group(
@@ -42,6 +45,8 @@ def init_process_group(
     find_lost: Callable[[], str | None] = lambda: None,
 ) -> None:
     """Start the process group, unless there is one, once all ranks have come. All ranks must call it.
+
+    That of an earlier run in this process goes on with the timeout of this one.
 
     Args:
         environment: Says who this rank is, and where the ranks meet.
@@ -59,6 +64,9 @@ def init_process_group(
         RuntimeError: Ranks are missing.
     """
     if dist.is_initialized():
+        world = dist.group.WORLD
+        if world is not None and world in _STARTED:
+            set_timeout(world, timeout_s)
         return
     if num_nodes > 1:
         check_gloo_address(environment.main_address, os.environ)
@@ -80,6 +88,7 @@ def init_process_group(
     store.set_timeout(timedelta(seconds=timeout_s))
     own["store"] = PrefixStore("default_pg", store)  # as torch does with one that it makes itself
     _init_dist_connection(environment, backend, timeout=timedelta(seconds=timeout_s), **own)
+    _STARTED.update(world for world in [dist.group.WORLD] if world is not None)
     atexit.register(_leave)  # Lightning does it for plain "nccl" only
 
 
