@@ -5,6 +5,9 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterable, Sequence
+from functools import cache
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
 class ConfigError(SystemExit):
@@ -34,6 +37,38 @@ def suggest(name: str, known: Iterable[str], otherwise: str) -> str:
     """Return ``did you mean x?`` where a known name is near, else what was expected."""
     guess = nearest(name, known)
     return f"did you mean {guess}?" if guess else otherwise
+
+
+def check_choices(settings: Any, path: str) -> None:
+    """Refuse words that the fields of a dataclass do not know, in those of a parser; ``None`` has no fields.
+
+    Raises:
+        ValueError: With the words that there are.
+    """
+    kind: Any = type(settings)
+    for name, hint in _list_types(kind).items():
+        value, words = getattr(settings, name), list_words(hint)
+        if value is None or value in words or isinstance(value, int | float):
+            continue
+        *names, last = [*(["int"] if int in get_args(hint) else []), *words]
+        guess = nearest(str(value).rpartition(".")[2], words)  # torch.bfloat16 is meant for bfloat16
+        expected = f"{'one of ' if len(names) > 1 else ''}{', '.join(names)}{' or ' if names else ''}{last}"
+        raise ValueError(
+            f"{path}.{name}: got {value!r}: expected {expected}" + (f": did you mean {guess}?" if guess else "")
+        )
+
+
+def list_words(hint: Any) -> list[str]:
+    """Return the words that a type allows; none where any text may stand."""
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    words = [word for part in parts if get_origin(part) is Literal for word in get_args(part) if isinstance(word, str)]
+    return [] if str in parts else words
+
+
+@cache
+def _list_types(kind: Any) -> dict[str, Any]:
+    """Return the types of the fields that have words for values."""
+    return {name: hint for name, hint in get_type_hints(kind).items() if list_words(hint)}
 
 
 def get_first_line(error: BaseException) -> str:

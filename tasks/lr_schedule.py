@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
+from lit_fsdp.errors import check_choices
 from lit_fsdp.optim.factory import Optimizer as OptimizerSettings
 from lit_fsdp.strategy.run_settings import is_same, warn_of_changes
 
@@ -36,6 +37,7 @@ class LRSchedule:
 
     def check(self) -> None:
         """Refuse what contradicts itself or would be ignored."""
+        check_choices(self, "lr_scheduler")
         if self.warmup_steps < 0 or not 0 <= self.warmup_ratio < 1:
             raise ValueError(
                 f"lr_scheduler: got warmup_steps {self.warmup_steps}, warmup_ratio {self.warmup_ratio}: expected "

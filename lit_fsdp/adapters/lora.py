@@ -7,9 +7,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from lit_fsdp.adapters.layers import import_peft
+from lit_fsdp.errors import check_choices
 
 KEEPS_BASE = ("default", "gaussian")  # initializations that leave the base weight as it is
 InitName = Literal["default", "gaussian", "pissa", "pissa_niter_16", "olora", "loftq"]
@@ -71,15 +72,10 @@ class LoRA:
 
     def check(self, *, is_quantized: bool) -> None:
         """Refuse values with which nothing would be trained, or which contradict each other."""
+        check_choices(self, "lora")
         rules = {
             "r": (_is_rank(self.r), "1 or more, and whole"),
             "rank_pattern": (all(map(_is_rank, self.rank_pattern.values())), "ranks of 1 or more, and whole"),
-            # Of a configuration the parser refuses others.
-            "init_lora_weights": (
-                self.init_lora_weights in get_args(InitName),
-                f"one of {', '.join(get_args(InitName))}",
-            ),
-            "dtype": (self.dtype in get_args(_DTypeName), f"one of {', '.join(get_args(_DTypeName))}"),
             "alpha": (0 < self.alpha < math.inf, "above 0, and finite"),
             "alpha_pattern": (all(0 < a < math.inf for a in self.alpha_pattern.values()), "values above 0, and finite"),
             "dropout": (0 <= self.dropout < 1, "from 0 to below 1"),

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from lit_fsdp.errors import check_choices
 from lit_fsdp.optim.adafactor import Adafactor
 from lit_fsdp.optim.adamw import AdamW
 from lit_fsdp.optim.adamw_8bit import AdamW8bit
@@ -58,6 +59,7 @@ class Optimizer:
 
     def check(self) -> None:
         """Refuse values with which the optimizer would not train, and those that it would not use."""
+        check_choices(self, "optimizer")
         rules = {
             "learning_rate": (0 < self.resolve_rate() < math.inf, "above 0, and finite"),
             "weight_decay": (0 <= self.weight_decay < math.inf, "0 or more, and finite"),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from typing import Any, get_args, get_type_hints
 
-from lit_fsdp.errors import ConfigError
+from lit_fsdp.errors import ConfigError, list_words
 
 
 class TakesMappings:
@@ -85,6 +85,8 @@ def _read_mappings(init: Callable[..., None]) -> Callable[..., None]:
 
 def _is_to_read(value: Any, hint: Any) -> bool:
     """Whether a value has a mapping in it where a dataclass may stand, or is nothing that may stand there."""
+    if isinstance(value, str) and (words := list_words(hint)):
+        return value not in words
     settings = tuple(list_settings(hint))
     if not settings or value is None:
         return False

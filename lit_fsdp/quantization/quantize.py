@@ -21,7 +21,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from lit_fsdp.errors import join_names
+from lit_fsdp.errors import check_choices, join_names
 from lit_fsdp.quantization.kernels import is_loaded, load_kernels
 
 # Of maxima that share one second-level maximum; bitsandbytes knows no other number.
@@ -62,6 +62,7 @@ class Quantization:
 
     def check(self) -> None:
         """Refuse values for which there is no kernel, or which would be ignored."""
+        check_choices(self, "quantization")
         if self.type == "int8" and (self.double_quant or self.block_size != Quantization.block_size):
             name = "double_quant" if self.double_quant else "block_size"
             raise ValueError(f"quantization.{name}: not used by type int8, which has one maximum per row; leave it out")

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lit_fsdp.errors import check_choices
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
 from lit_fsdp.sharding.cpu_offload import CPUOffload, build_offload_policy
 from lit_fsdp.sharding.float8 import Float8
@@ -33,6 +34,8 @@ class Settings:
 
     def check(self, *, world_size: int, ranks_per_node: int, device: torch.device) -> None:
         """Raise a ``ValueError`` with the nearest fix for what cannot work on these ranks."""
+        for name, part in vars(self).items():
+            check_choices(part, name)
         sizes = self.mesh.resolve(world_size=world_size, ranks_per_node=ranks_per_node)
         if sizes.sequence > 1 and sizes.tensor > 1:
             raise ValueError(

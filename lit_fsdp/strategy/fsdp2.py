@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lit_fsdp.checkpoint.latest import enter
-from lit_fsdp.checkpoint.manifest import Verify, check_verify
+from lit_fsdp.checkpoint.manifest import Verify
 from lit_fsdp.checkpoint.places import discard, follow
 from lit_fsdp.checkpoint.remote import Location, RemotePath, locate
 from lit_fsdp.checkpoint.sharded import RANDOM_STATES, load_checkpoint, read_random_state
@@ -324,7 +324,6 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
             if not 0 < (given := getattr(self, name)) <= MAX_TIMEOUT_S:
                 raise ValueError(f"{name}: got {given}: expected seconds above 0, up to {MAX_TIMEOUT_S:,.0f}")
         choose_report_s(self.hang_report_s, self.timeout_s)
-        check_verify("verify_checkpoint", self.verify_checkpoint)
         if self._layer_sync is not None:
             raise ValueError(
                 "sync_batchnorm: got true: FSDP2Strategy does not replace layers; call "

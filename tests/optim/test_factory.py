@@ -294,6 +294,7 @@ def test_steps_with_infinite_float16_gradients_are_skipped(name: str, folder: Pa
         ({"name": "adamw_8bit", "fused": True}, r"fused: got True: not used by adamw_8bit; leave .* to adamw$"),
         ({"name": "adamw_8bit_paged", "fused": False}, "fused: got False: not used by adamw_8bit_paged"),
         ({"momentum": 0.9}, "momentum: got 0.9: not used by adamw; leave it out, or set optimizer.name to muon"),
+        ({"name": "adamw8bit"}, "^optimizer.name: got 'adamw8bit': expected one of adamw, .*: did you mean adamw_8bit"),
         ({"learning_rate": 0.0}, "learning_rate: got 0.0: expected above 0"),
         ({"betas": (0.9, 1.0)}, "betas: got .*: expected two numbers from 0 to below 1"),
     ],

@@ -28,6 +28,7 @@ WRONG = {
     "null": ({"lora": {"r": None}}, "lora.r: got null: expected int, or leave it out"),
     "no mapping": ({"lora": 8}, "lora: got 8: expected a mapping of the keys of LoRA, {} for its defaults"),
     "choice": ({"optimizer": {"name": "adafaktor"}}, "did you mean adafactor?"),
+    "word": ({"attention": "sdqa"}, "did you mean sdpa?"),
     "value": ({"optimizer": {"learning_rate": -1}}, "optimizer.learning_rate: got -1.0: expected above 0, and finite"),
 }
 
@@ -96,6 +97,19 @@ def test_what_yaml_would_refuse_is_refused_in_the_same_words(case: str) -> None:
     settings, line = WRONG[case]
     with pytest.raises(ValueError, match=f"{re.escape(line)}$"):
         build(**settings)
+
+
+def test_words_that_there_are_not_are_refused_in_the_same_words_in_a_dataclass() -> None:
+    found = []
+    for name in ({"name": "adafaktor"}, Optimizer(name="adafaktor")):  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"^optimizer.name: got 'adafaktor'") as error:
+            build(optimizer=name)
+        found.append(str(error.value))
+    assert found[0] == found[1]
+    options: dict[str, Any] = {"train": "pydoc", "tokenizer": "gpt2", "batch_size": 1, "seq_length": 8}
+    assert TextData(loss_on="all", **options).row_format.loss_on == "all"
+    with pytest.raises(ValueError, match=r"^loss_on: got 'completions': .* did you mean completion\?$"):
+        TextData(loss_on="completions", **options)
 
 
 @pytest.mark.full

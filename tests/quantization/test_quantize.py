@@ -164,6 +164,7 @@ def test_a_weight_without_rows_here_costs_nothing() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"type": "nf8"}, "quantization.type: got 'nf8': expected one of nf4, fp4 or int8"),
         ({"block_size": 48}, "quantization.block_size: got 48: expected one of 32, 64"),
         ({"type": "int8", "double_quant": True}, "quantization.double_quant: not used by type int8"),
         ({"type": "int8", "block_size": 128}, "quantization.block_size: not used by type int8"),

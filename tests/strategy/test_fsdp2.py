@@ -73,7 +73,29 @@ class OwnPrecision(Precision):
         (
             lambda: FSDP2Strategy(verify_checkpoint="ful"),
             {},
-            "verify_checkpoint: got 'ful': expected one of sizes",
+            "verify_checkpoint: got 'ful': expected sizes or full: did you mean full",
+        ),
+        (
+            lambda: FSDP2Strategy(activation_checkpointing=ActivationCheckpointing(mode="selectiv")),
+            {},
+            "^activation_checkpointing.mode: got 'selectiv': expected one of none, full or selective: did you mean sel",
+        ),
+        (
+            lambda: FSDP2Strategy(mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)),
+            {},
+            r"^mixed_precision.param_dtype: got torch.bfloat16: expected one of .*: did you mean bfloat16\?$",
+        ),
+        (
+            lambda: FSDP2Strategy(mixed_precision=MixedPrecision(param_dtype="half")),
+            {},
+            "param_dtype: got 'half': expected one of float32, bfloat16 or float16$",
+        ),
+        (lambda: FSDP2Strategy(mesh=Mesh(shard="nodes")), {}, "^mesh.shard: got 'nodes': .* did you mean node"),
+        (lambda: FSDP2Strategy(checkpoint_format="single"), {}, "got 'single': .* did you mean single_file"),
+        (
+            lambda: FSDP2Strategy(hang_report_s="never"),
+            {},
+            "hang_report_s: got 'never': expected one of float, auto or null",
         ),
         (FSDP2Strategy, {"precision": "16-true"}, "nearest: 16-mixed or bf16-true"),
         (FSDP2Strategy, {"precision": "64-true"}, "expected one of 32-true"),

@@ -397,6 +397,10 @@ def test_norms_and_biases_are_not_decayed() -> None:
         (lambda: Linear(lr_scheduler=LRSchedule(type="linear", min_lr_rate=0.1)), "not used by type 'linear'"),
         (lambda: Linear(lr_scheduler=LRSchedule(type="cosine", min_lr_rate=2.0)), "expected 0 to 1"),
         (lambda: Linear(Optimizer(learning_rate=0.0)), "expected above 0"),
+        (
+            lambda: CausalLM(config={"model_type": "llama"}, lr_scheduler=LRSchedule(type="cosin")),
+            "^lr_scheduler.type: got 'cosin': expected one of linear, cosine or constant: did you mean cosine",
+        ),
     ],
 )
 def test_contradictions_are_refused_when_the_task_is_built(make: Callable[[], Any], message: str) -> None:
