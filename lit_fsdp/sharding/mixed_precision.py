@@ -20,6 +20,9 @@ DType = Literal["float32", "bfloat16", "float16"]
 class MixedPrecision:
     """In which dtype parameters are kept, computed with and reduced; ``null`` is the one before.
 
+    Under a strategy ``null`` is what the Trainer's ``precision`` says, if that says anything: ``bf16-mixed`` reduces in
+    float32.
+
     Args:
         storage_dtype: Of the sharded parameters and the optimizer state. ``null`` keeps that of the model.
         param_dtype: Of the gathered parameters and of the compute. ``null`` is the storage dtype.
