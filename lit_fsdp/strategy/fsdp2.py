@@ -369,9 +369,9 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         if self.settings.float8 is not None:  # not with the other settings: plans are made on machines without GPUs
             self.settings.float8.check_machine(self.root_device, self.precision_plugin.mixed_precision)
         if trainer.state.fn == TrainerFn.FITTING:
-            data = get_data_module(trainer)
-            # A path given to ``fit`` is not known before the checkpoint is loaded, seen in lightning 2.6.6.
-            derive_accumulation(trainer, data, is_resumed=True if trainer.ckpt_path is not None else None)
+            # A path given to ``fit`` is not known before the checkpoint is loaded, and that of a run before is there
+            # until then, seen in lightning 2.6.6.
+            derive_accumulation(trainer, get_data_module(trainer), is_resumed=None)
         super().setup_environment()
         join_generators()
         reset_seed()

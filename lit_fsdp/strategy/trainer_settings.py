@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -178,7 +178,6 @@ def settle_accumulation(trainer: pl.Trainer, data: object) -> None:
         if trainer.ckpt_path is None:
             raise ValueError(derived.problem)
         _warn_of_nearest(trainer, data, derived.problem)
-        _DERIVED[trainer] = replace(derived, problem="")
 
 
 def _warn_of_nearest(trainer: pl.Trainer, data: Any, problem: str) -> None:

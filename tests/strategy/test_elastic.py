@@ -342,6 +342,8 @@ def test_a_resume_from_python_takes_the_nearest_global_batch_and_a_fresh_run_is_
         def training_step(self, batch: torch.Tensor) -> torch.Tensor:
             return self.layer(batch).sum()
 
+        test_step = training_step
+
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
@@ -355,6 +357,8 @@ def test_a_resume_from_python_takes_the_nearest_global_batch_and_a_fresh_run_is_
         def train_dataloader(self) -> torch.utils.data.DataLoader[Any]:
             return torch.utils.data.DataLoader(torch.ones(12, 4), batch_size=self.batch_size)  # type: ignore[arg-type]
 
+        test_dataloader = train_dataloader
+
     def check() -> None:
         trainer = build_trainer(1, max_steps=1)
         trainer.fit(Module(), Data(2))
@@ -365,5 +369,12 @@ def test_a_resume_from_python_takes_the_nearest_global_batch_and_a_fresh_run_is_
         with pytest.warns(UserWarning, match="such as 3 or 6; this start takes 3"):
             fresh.fit(Module(), Data(3), ckpt_path=tmp_path / "run.ckpt")
         assert fresh.global_step == 2
+        fresh.fit_loop.epoch_loop.max_steps = 3
+        with pytest.raises(ValueError, match="global_batch_size: got 4: expected a multiple of 3"):
+            fresh.fit(Module(), Data(3))  # after a resumed one
+        tested = build_trainer(1, max_steps=1)
+        tested.test(Module(), Data(3), ckpt_path=tmp_path / "run.ckpt")
+        with pytest.raises(ValueError, match="global_batch_size: got 4: expected a multiple of 3"):
+            tested.fit(Module(), Data(3))
 
     run_ranks(check, world_size=1)
