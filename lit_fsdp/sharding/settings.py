@@ -118,14 +118,9 @@ class Settings:
                 "set accumulate_grad_batches to 2 or more, or leave it out"
             )
 
-    def check_unchanged(self, used: Settings, what: str) -> None:
-        """Raise a ``ValueError`` for settings that come too late: ``what`` was sharded with ``used`` already."""
-        changed = [f.name for f in fields(self) if getattr(self, f.name) != getattr(used, f.name)]
-        if changed:
-            raise ValueError(
-                f"{', '.join(changed)}: {what} is sharded already, so this would be ignored; leave it out, or let "
-                "the strategy shard the module"
-            )
+    def list_changed(self, used: Settings) -> list[str]:
+        """Return the names of the settings that are not those of ``used``."""
+        return [f.name for f in fields(self) if getattr(self, f.name) != getattr(used, f.name)]
 
 
 # Names for Trainer(strategy=...): what they mean, and the settings they stand for.

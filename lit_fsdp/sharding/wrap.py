@@ -170,11 +170,11 @@ def _find_by_class(modules: dict[str, nn.Module], patterns: Sequence[str]) -> li
     return [
         name
         for name, module in modules.items()
-        if name and any(fnmatch.fnmatchcase(_get_class(module).__name__, pattern) for pattern in patterns)
+        if name and any(fnmatch.fnmatchcase(get_class(module).__name__, pattern) for pattern in patterns)
     ]
 
 
-def _get_class(module: nn.Module) -> type:
+def get_class(module: nn.Module) -> type:
     """Return the class of a module before ``fully_shard`` made one of its own from it."""
     kinds = type(module).__mro__
     return kinds[kinds.index(FSDPModule) + 1] if isinstance(module, FSDPModule) else kinds[0]
@@ -186,9 +186,9 @@ def _find_repeated(modules: dict[str, nn.Module]) -> list[str]:
     for name, module in modules.items():
         if not isinstance(module, nn.ModuleList | nn.Sequential) or any(name.startswith(f"{n}.") for n in names):
             continue
-        counts = Counter(_get_class(child) for child in module if _has_parameters(child))
+        counts = Counter(get_class(child) for child in module if _has_parameters(child))
         repeated = {kind for kind, count in counts.items() if count > 1 and not _is_leaf(kind)}
-        names += [f"{name}.{i}" for i, child in enumerate(module) if _get_class(child) in repeated]
+        names += [f"{name}.{i}" for i, child in enumerate(module) if get_class(child) in repeated]
     # A module that is there twice, to be computed twice, has its first name only.
     return [name for name in (name.removeprefix(".") for name in names) if name in modules]
 

@@ -68,7 +68,7 @@ from lit_fsdp.sharding.shard import (
 from lit_fsdp.sharding.tensor_parallel import check_gradients
 from lit_fsdp.sharding.torch_internals import UnitInternals, list_edited, list_units
 from lit_fsdp.sharding.unit_table import make_table, print_table
-from lit_fsdp.sharding.wrap import Unit, Wrap
+from lit_fsdp.sharding.wrap import Unit, Wrap, get_class
 from lit_fsdp.strategy.data_module import get_data_module
 from lit_fsdp.strategy.finetuning import restore_groups
 from lit_fsdp.strategy.hang_watch import HangWatch, choose_report_s, watch_for_hangs
@@ -115,9 +115,9 @@ from lit_fsdp.strategy.trainer_settings import (
 from lit_fsdp.strategy.uneven_loaders import EvenBatches
 from lit_fsdp.weights.load import init_weights, iterate_meta, materialize
 
-# What each module was sharded with, and as which units: a second run of it may be under another strategy object, or
-# come after one of another module.
-_SHARDED_WITH: WeakKeyDictionary[pl.LightningModule, tuple[Settings, list[Unit]]] = WeakKeyDictionary()
+# What each module was sharded with, as which units, and in which precision: a second run of it may be under another
+# strategy object, or come after one of another module.
+_SHARDED_WITH: WeakKeyDictionary[pl.LightningModule, tuple[Settings, list[Unit], str]] = WeakKeyDictionary()
 
 
 def get_used_settings(module: pl.LightningModule, mesh: Mesh) -> Settings:
@@ -433,9 +433,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         if is_fitting:
             self._check_fit()
         if find_roots(module):  # by its user, or in an earlier run
-            # Of what its user has sharded, the mesh was used: ``device_mesh`` is made of it.
-            used = get_used_settings(module, self.settings.mesh)
-            self.settings.check_unchanged(used, type(module).__name__)
+            self._check_unchanged(module)
             self.plan = _SHARDED_WITH[module][1] if module in _SHARDED_WITH else []
         else:
             self._shard(module)
@@ -459,6 +457,25 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
             self._check_disk(trainer)
             self._watch_toggles(module)
         self.setup_precision_plugin()
+
+    def _check_unchanged(self, module: pl.LightningModule) -> None:
+        """Refuse settings that come too late, as its user or an earlier run has sharded the module.
+
+        Raises:
+            ValueError: With what to do instead.
+        """
+        # Of what its user has sharded, the mesh was used: ``device_mesh`` is made of it.
+        changed = self.settings.list_changed(get_used_settings(module, self.settings.mesh))
+        who, answer = "", "leave it out, or let the strategy shard the module"
+        if module in _SHARDED_WITH:
+            *_, precision = _SHARDED_WITH[module]
+            who, answer = " by an earlier run", f"set what that had (precision: {precision}), or build the module anew"
+            changed += ["precision"] if precision != self.precision_plugin.precision else []
+        if changed:
+            raise ValueError(
+                f"{', '.join(changed)}: {get_class(module).__name__} is sharded already{who}, so this would be "
+                f"ignored; {answer}"
+            )
 
     def _build_optimizers(self, trainer: pl.Trainer) -> None:
         self._reset_optimizers_and_schedulers()
@@ -566,7 +583,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
                 f"max_norm of {join_names(limited)} has no lasting effect: it changes gathered copies of the weights; "
                 "see docs/limits.md"
             )
-        _SHARDED_WITH[module] = self.settings, self.plan
+        _SHARDED_WITH[module] = self.settings, self.plan, self.precision_plugin.precision
 
     def _keep_table(self, module: nn.Module, plan: Sequence[Unit]) -> None:
         self._unit_table = make_table(module, plan, self.mesh_sizes)

@@ -369,6 +369,21 @@ def test_settings_that_would_be_ignored_are_refused_in_setup(
     run_ranks(fit_refused, make, strategy, options, message, folder, world_size=1)
 
 
+def test_a_second_run_of_a_module_with_other_settings_is_refused_by_what_the_first_had() -> None:
+    def body() -> None:
+        module = BoringModel()
+        build_trainer(FSDP2Strategy(), precision="bf16-mixed", max_steps=1).fit(module)
+        build_trainer(FSDP2Strategy(), precision="bf16-mixed").validate(module)
+        answer = r"ignored; set what that had \(precision: bf16-mixed\), or build the module anew"
+        known = "BoringModel is sharded already by an earlier run"
+        with pytest.raises(ValueError, match=f"^precision: {known}, so this would be {answer}"):
+            build_trainer(FSDP2Strategy()).validate(module)
+        with pytest.raises(ValueError, match=f"^cpu_offload: {known}.*{answer}"):
+            build_trainer(FSDP2Strategy(cpu_offload=CPUOffload()), precision="bf16-mixed").validate(module)
+
+    run_ranks(body, world_size=1)
+
+
 def test_lists_of_yaml_and_tuples_of_python_are_the_same_settings() -> None:
     assert Wrap(module_classes=["A"]) == Wrap(module_classes=("A",))
     assert ActivationCheckpointing(mode="selective", saved_ops=["aten.mm"]) == ActivationCheckpointing(
