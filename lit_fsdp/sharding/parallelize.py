@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -31,7 +29,6 @@ def shard_module(
     is_whole: bool = True,
     leaves_whole: bool = True,
     has_changing_lengths: bool = False,
-    show: Callable[[list[Unit]], None] | None = None,
 ) -> list[Unit]:
     """Cast, split, plan, checkpoint, compile and shard a module in place; return its units.
 
@@ -44,7 +41,6 @@ def shard_module(
         is_whole: Shard the module as one root; otherwise each of its children.
         leaves_whole: See ``shard_model``.
         has_changing_lengths: Whether rows are padded to another length in each batch, see ``compile_blocks``.
-        show: Called with the units before anything is sharded.
     """
     refuse_split(module)
     cast_parameters(module, dtypes, keep=list_adapter_parameters(module))
@@ -56,8 +52,6 @@ def shard_module(
     apply_activation_checkpointing(module, settings.activation_checkpointing, blocks)
     if settings.compile is not None:
         compile_blocks(module, settings.compile, blocks, has_changing_lengths=has_changing_lengths)
-    if show is not None:
-        show(plan)
     mp_policy, offload_policy = dtypes.build_policy(), build_offload_policy(settings.cpu_offload, device)
     over = get_fsdp_mesh(mesh)
     roots = [(module, plan)]

@@ -24,7 +24,7 @@ def print_table(table: Table) -> None:
 
 
 def make_table(model: nn.Module, plan: Sequence[Unit], sizes: MeshSizes) -> Table:
-    """Return one row for each unit of a model that is not sharded yet; neighbouring blocks of one size share a row."""
+    """Return one row for each unit of a model, sharded or not; neighbouring blocks of one size share a row."""
     table = Table(title=f"FSDP units, mesh {describe_sizes(sizes)}", title_justify="left")
     for name in COLUMNS:
         table.add_column(name, justify="left" if name == "unit" else "right")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.metadata import version
@@ -438,6 +438,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         else:
             self._shard(module)
         if is_fitting:
+            self._describe_fit(module)
             self._writer.begin([*self.checkpoint_folders, *list_checkpoint_folders(trainer)])
         self._writer.choose_parameters(module)
         self._fill(module)
@@ -550,14 +551,8 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
                 + ("set 8, or " if bits == 16 else "leave it out, or ")
                 + "mixed_precision.reduce_dtype: bfloat16"
             )
-        is_fit = module.trainer.state.fn == TrainerFn.FITTING
-        is_on_host = self.settings.cpu_offload is not None and self.root_device.type != "cpu"
-        idle = describe_idle_cores(self.num_processes, os.environ) if is_fit and is_on_host else None
-        if idle is not None:
-            rank_zero.rank_zero_warn(idle)
         if self.settings.float8 is not None and (odd := convert_linears(module, self.settings.float8)):
             rank_zero.rank_zero_warn(f"float8: {join_names(odd)} stay as they are: their sizes do not divide by 16")
-        show = partial(self._keep_table, module) if self.prints_plan and self.is_global_zero and is_fit else None
         self.plan = shard_module(
             module,
             self.settings,
@@ -566,7 +561,6 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
             device=self.root_device,
             is_whole=module.automatic_optimization,
             has_changing_lengths=getattr(get_data_module(module.trainer), "has_changing_lengths", False),
-            show=show,
         )
         knows_nodes = self.num_processes * self.num_nodes == self.world_size  # not under Ray, which places ranks itself
         if self.root_device.type == "cpu" and self.mesh_sizes.num_shards > 1 and knows_nodes:
@@ -575,8 +569,6 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
                 module, self.num_nodes, gathers=sharding.gather_bits is None, reduces=sharding.reduce_bits is None
             )
         warn_of_hooks(module)
-        if is_fit and (dropped := describe_layer_drop(module, self.world_size)) is not None:
-            rank_zero.rank_zero_warn(dropped)
         limited = _list_limited(module)
         if limited := [n for n in limited if isinstance(module.get_parameter(f"{n}.weight"), DTensor)]:
             rank_zero.rank_zero_warn(
@@ -585,8 +577,15 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
             )
         _SHARDED_WITH[module] = self.settings, self.plan, self.precision_plugin.precision
 
-    def _keep_table(self, module: nn.Module, plan: Sequence[Unit]) -> None:
-        self._unit_table = make_table(module, plan, self.mesh_sizes)
+    def _describe_fit(self, module: pl.LightningModule) -> None:
+        """Warn of what only training would suffer from, and keep the table of units to be printed."""
+        is_on_host = self.settings.cpu_offload is not None and self.root_device.type != "cpu"
+        idle = describe_idle_cores(self.num_processes, os.environ) if is_on_host else None
+        for line in (idle, describe_layer_drop(module, self.world_size)):
+            if line is not None:
+                rank_zero.rank_zero_warn(line)
+        if self.prints_plan and self.plan and self.is_global_zero:
+            self._unit_table = make_table(module, self.plan, self.mesh_sizes)
 
     def _print_units(self) -> None:
         """Print the table of units, once nothing is left that could refuse the run."""

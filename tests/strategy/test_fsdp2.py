@@ -1,7 +1,11 @@
 import shutil
+import warnings
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -382,6 +386,25 @@ def test_a_second_run_of_a_module_with_other_settings_is_refused_by_what_the_fir
             build_trainer(FSDP2Strategy(cpu_offload=CPUOffload()), precision="bf16-mixed").validate(module)
 
     run_ranks(body, world_size=1)
+
+
+def test_a_fit_after_an_evaluation_prints_the_units_and_warns_of_what_training_suffers_from() -> None:
+    class Dropping(BoringModel):
+        config = SimpleNamespace(encoder_layerdrop=0.1)
+
+    def body() -> None:
+        module, text = Dropping(), StringIO()
+        with redirect_stdout(text), warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            build_trainer(FSDP2Strategy(print_plan=True)).validate(module, verbose=False)
+            assert "FSDP units" not in text.getvalue()
+            assert not any("layerdrop" in str(warning.message) for warning in warned)
+            build_trainer(FSDP2Strategy(print_plan=True), max_steps=1).fit(module)
+        if dist.get_rank() == 0:
+            assert "FSDP units, mesh replicate 1 x shard 2" in text.getvalue()
+            assert any("encoder_layerdrop: got 0.1" in str(warning.message) for warning in warned)
+
+    run_ranks(body)
 
 
 def test_lists_of_yaml_and_tuples_of_python_are_the_same_settings() -> None:
