@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
@@ -115,14 +115,21 @@ from lit_fsdp.strategy.trainer_settings import (
 from lit_fsdp.strategy.uneven_loaders import EvenBatches
 from lit_fsdp.weights.load import init_weights, iterate_meta, materialize
 
-# What each module was sharded with, as which units, and in which precision: a second run of it may be under another
-# strategy object, or come after one of another module.
-_SHARDED_WITH: WeakKeyDictionary[pl.LightningModule, tuple[Settings, list[Unit], str]] = WeakKeyDictionary()
+
+class _Sharded(NamedTuple):
+    """How a run has sharded a module, whose second run may be under another strategy or follow that of another module."""
+
+    settings: Settings
+    precision: str
+    plan: list[Unit]
+
+
+_SHARDED: WeakKeyDictionary[pl.LightningModule, _Sharded] = WeakKeyDictionary()
 
 
 def get_used_settings(module: pl.LightningModule, mesh: Mesh) -> Settings:
     """Return what a module was sharded with; the defaults on this mesh if its user has sharded it."""
-    return _SHARDED_WITH[module][0] if module in _SHARDED_WITH else Settings(mesh=mesh)
+    return _SHARDED[module].settings if module in _SHARDED else Settings(mesh=mesh)
 
 
 class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
@@ -434,7 +441,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
             self._check_fit()
         if find_roots(module):  # by its user, or in an earlier run
             self._check_unchanged(module)
-            self.plan = _SHARDED_WITH[module][1] if module in _SHARDED_WITH else []
+            self.plan = _SHARDED[module].plan if module in _SHARDED else []
         else:
             self._shard(module)
         if is_fitting:
@@ -468,8 +475,8 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         # Of what its user has sharded, the mesh was used: ``device_mesh`` is made of it.
         changed = self.settings.list_changed(get_used_settings(module, self.settings.mesh))
         who, answer = "", "leave it out, or let the strategy shard the module"
-        if module in _SHARDED_WITH:
-            *_, precision = _SHARDED_WITH[module]
+        if module in _SHARDED:
+            precision = _SHARDED[module].precision
             who, answer = " by an earlier run", f"set what that had (precision: {precision}), or build the module anew"
             changed += ["precision"] if precision != self.precision_plugin.precision else []
         if changed:
@@ -575,7 +582,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
                 f"max_norm of {join_names(limited)} has no lasting effect: it changes gathered copies of the weights; "
                 "see docs/limits.md"
             )
-        _SHARDED_WITH[module] = self.settings, self.plan, self.precision_plugin.precision
+        _SHARDED[module] = _Sharded(self.settings, self.precision_plugin.precision, self.plan)
 
     def _describe_fit(self, module: pl.LightningModule) -> None:
         """Warn of what only training would suffer from, and keep the table of units to be printed."""
