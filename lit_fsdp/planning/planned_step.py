@@ -23,7 +23,12 @@ from lit_fsdp.sharding.float8 import check_unadapted
 from lit_fsdp.sharding.mixed_precision import cast_parameters
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 from lit_fsdp.strategy.processes import count_devices
-from lit_fsdp.strategy.trainer_settings import check_trainer, count_micro_batches, refuse_overfit
+from lit_fsdp.strategy.trainer_settings import (
+    check_trainer,
+    count_micro_batches,
+    is_accumulation_derived,
+    refuse_overfit,
+)
 
 
 class PlannedTrainer(Trainer):
@@ -102,7 +107,8 @@ def prepare_step(
     strategy.check_module(module)
     num_micro_batches = count_micro_batches(trainer)
     strategy.settings.check_accumulation(
-        num_micro_batches=num_micro_batches, is_automatic=module.automatic_optimization
+        num_micro_batches=None if is_accumulation_derived(trainer) else num_micro_batches,
+        is_automatic=module.automatic_optimization,
     )
     notes = _prepare_module(trainer, module, data)
     if num_micro_batches is None:

@@ -104,7 +104,7 @@ class Settings:
         """Raise a ``ValueError`` if gradients shall be held without micro-batches to hold them over.
 
         Args:
-            num_micro_batches: Accumulated in a step; ``None`` if that changes during the run.
+            num_micro_batches: Accumulated in a step; ``None`` if that changes during the run, or with the ranks.
             is_automatic: Whether Lightning runs backward, not the user's ``training_step``.
         """
         if self.sharding.no_sync and not is_automatic:

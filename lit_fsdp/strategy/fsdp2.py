@@ -109,6 +109,7 @@ from lit_fsdp.strategy.trainer_settings import (
     count_checkpoints,
     count_micro_batches,
     derive_accumulation,
+    is_accumulation_derived,
     list_checkpoint_folders,
     settle_accumulation,
 )
@@ -117,7 +118,7 @@ from lit_fsdp.weights.load import init_weights, iterate_meta, materialize
 
 
 class _Sharded(NamedTuple):
-    """How a run has sharded a module, whose second run may be under another strategy or follow that of another module."""
+    """How a run has sharded a module. Its second run may be under another strategy, or after one of another module."""
 
     settings: Settings
     precision: str
@@ -518,7 +519,9 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
             self._toggles_of_kept = [follow_toggles(root) for root in find_roots(module)]
 
     def _check_fit(self) -> None:
-        num_micro_batches = count_micro_batches(self._module.trainer)
+        trainer = self._module.trainer
+        # A global batch may leave one on this number of ranks, and more on that of the next start.
+        num_micro_batches = None if is_accumulation_derived(trainer) else count_micro_batches(trainer)
         is_automatic = self._module.automatic_optimization
         self.settings.check_accumulation(num_micro_batches=num_micro_batches, is_automatic=is_automatic)
         if self.oom_retries and not is_automatic:

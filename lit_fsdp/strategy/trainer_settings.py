@@ -161,6 +161,11 @@ def derive_accumulation(trainer: pl.Trainer, data: object, *, is_resumed: bool |
         _warn_of_nearest(trainer, data, problem)
 
 
+def is_accumulation_derived(trainer: pl.Trainer) -> bool:
+    """Whether the accumulation follows from a global batch, and so from the number of ranks."""
+    return trainer in _DERIVED
+
+
 def settle_accumulation(trainer: pl.Trainer, data: object) -> None:
     """Refuse what ``derive_accumulation`` had to leave open, or say which global batch a resumed run takes.
 

@@ -27,6 +27,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 from training import EVEN, Recorder, Rows, build_task, build_trainer, gather_weights, save_model
 
 from lit_fsdp import ActivationCheckpointing, CPUOffload, FSDP2Strategy, Mesh, MixedPrecision, Sharding, Wrap
@@ -371,6 +372,24 @@ def test_settings_that_would_be_ignored_are_refused_in_setup(
     folder = save_model(tmp_path / "model", **EVEN)
     strategy = FSDP2Strategy(print_plan=False, **settings)
     run_ranks(fit_refused, make, strategy, options, message, folder, world_size=1)
+
+
+class GlobalBatch(pl.LightningDataModule):
+    """Of which one rank takes all at once."""
+
+    batch_size = global_batch_size = 2
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(torch.ones(8, 32), batch_size=self.batch_size)  # type: ignore[arg-type]
+
+
+def test_a_global_batch_that_is_one_micro_batch_on_these_ranks_goes_with_no_sync() -> None:
+    def body() -> None:
+        trainer = build_trainer(FSDP2Strategy(sharding=Sharding(no_sync=True)), max_steps=1)
+        trainer.fit(BoringModel(), datamodule=GlobalBatch())
+        assert (trainer.accumulate_grad_batches, trainer.global_step) == (1, 1)
+
+    run_ranks(body, world_size=1)
 
 
 def test_a_second_run_of_a_module_with_other_settings_is_refused_by_what_the_first_had() -> None:
