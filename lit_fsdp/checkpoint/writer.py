@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -42,11 +42,12 @@ from lit_fsdp.checkpoint.space import (
     measure_free,
 )
 from lit_fsdp.checkpoint.staging import Stager
-from lit_fsdp.sharding.mesh import DataRanks
+from lit_fsdp.sharding.mesh import DataRanks, make_group
 from lit_fsdp.sharding.random_state import collect_random_state
 
 CheckpointFormat = Literal["sharded", "single_file"]
 T = TypeVar("T")
+_WRITING: WeakSet[threading.Thread] = WeakSet()  # beside training
 
 
 class CheckpointWriter:
@@ -231,8 +232,10 @@ class CheckpointWriter:
                 save_single_file(path, {**checkpoint, SAVE_NUMBER: self.save_number, RANDOM_STATES: states})
             self._note_safe()
             return True
+        for thread in list(_WRITING):  # of another run in this process, which has the same group
+            thread.join()
         if self._group is None and dist.is_initialized():
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
+            self._group = make_group("checkpoints", self.timeout_s)
         staged: dict[str, Any] = {}
         agree(lambda: staged.update(self._stager.stage(state)))  # one host may have too little memory to pin
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -243,6 +246,7 @@ class CheckpointWriter:
             daemon=True,
         )
         self._in_flight, self.missing = path, None
+        _WRITING.add(self._thread)
         self._thread.start()  # a daemon: a run that fails must not wait for ranks that are gone
         return True
 

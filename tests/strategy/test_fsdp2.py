@@ -247,9 +247,11 @@ def test_parameters_and_optimizer_state_are_sharded(tmp_path: Path) -> None:
 def fit_twice(folder: Path) -> None:
     counts = []
     for _ in range(2):
-        strategy = FSDP2Strategy(mesh=Mesh(replicate=2), oom_retries=1, timeout_s=77)
+        strategy = FSDP2Strategy(mesh=Mesh(replicate=2), oom_retries=1, timeout_s=77, async_save=True)
         options = {"max_steps": 1, "callbacks": [MemoryLogger()], "default_root_dir": folder.parent}
-        build_trainer(strategy, **options).fit(build_task(folder), Rows(64, 4))
+        trainer = build_trainer(strategy, **options)
+        trainer.fit(build_task(folder), Rows(64, 4))
+        trainer.save_checkpoint(folder.parent / "run.ckpt")
         counts.append(len(dist.distributed_c10d._world.pg_map))
         assert strategy.device_mesh is not None
         backends = [group._get_backend(torch.device("cpu")) for group in strategy.device_mesh.get_all_groups()]
