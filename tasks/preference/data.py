@@ -171,6 +171,10 @@ class PreferenceData(TextData):
         )
         return self.cache_dir / "reference" / key
 
+    def drop_reference(self) -> None:
+        """Forget the log-probabilities that rows were given: those of one task are not another's."""
+        self._reference.clear()
+
     def has_kept(self, folder: Path) -> bool:
         """Whether a reference has been computed already."""
         return (folder / COMPLETE).exists()

@@ -200,6 +200,7 @@ class PreferenceTuning(CausalLM):
             return
         data.is_unpaired = self.loss.is_unpaired
         data.has_reference = self.reference_source == "precomputed"
+        data.drop_reference()
 
     @override
     def finish_model(self) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +14,18 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from plan_runs import plan
-from preference_training import NUM_STEPS, Trained, compare, fit, make_data, make_inputs, make_task, train, write_pairs
+from preference_training import (
+    NUM_PAIRS,
+    NUM_STEPS,
+    Trained,
+    compare,
+    fit,
+    make_data,
+    make_inputs,
+    make_task,
+    train,
+    write_pairs,
+)
 from safetensors.torch import load_file, save_file
 from training import build_trainer, save_model
 from transformers import AutoModelForCausalLM
@@ -23,6 +35,7 @@ from lit_fsdp.checkpoint.reader import open_checkpoint
 from lit_fsdp.export.model import export_model
 from lit_fsdp.profiling.communication_meter import CommunicationMeter
 from lit_fsdp.tasks import LoRA, LRSchedule, PreferenceTuning, Quantization, TextData
+from lit_fsdp.tasks.preference.batches import REFERENCE
 from ranks import run_ranks
 
 LORA = LoRA(r=4, alpha=8)
@@ -302,6 +315,17 @@ def test_a_model_that_has_trained_is_no_reference_for_other_data(folder: Path, t
     with pytest.raises(ValueError, match=r"the model has gone on from there; .*for other data make a task anew"):
         Trainer(**options).fit(task, others)
     assert others._reference == {}
+
+
+@pytest.mark.parametrize("other", [{"lora": LORA}, MODEL, {"loss_type": "kto"}], ids=["adapters", "model", "kto"])
+def test_data_gives_no_task_the_reference_of_another(other: dict[str, Any], folder: Path) -> None:
+    data = make_data(folder)
+    data.setup("fit")
+    make_task(folder, **PRECOMPUTED)._tell_data(data)
+    data._reference["train"] = np.zeros((NUM_PAIRS, 2), dtype=np.float32)
+    assert REFERENCE in data._get_rows("train")[0]
+    make_task(folder, **other)._tell_data(data)
+    assert REFERENCE not in data._get_rows("train")[0]
 
 
 @pytest.mark.full
