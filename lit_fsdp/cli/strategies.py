@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import signal
@@ -323,9 +324,12 @@ def describe_sharded(one: Compared, num_ranks: int) -> str:
 
 
 def measure_loss_difference(one: Compared, first: Compared) -> float | None:
-    """Return the largest difference of a loss to that of the first strategy; ``None`` where there are none."""
-    pairs = list(zip(one.losses, first.losses, strict=False))
-    return max(abs(a - b) for a, b in pairs) if pairs else None
+    """Return the largest difference of a loss to that of the first strategy; ``None`` where there are none.
+
+    Not a number where a loss is none, also a later one: ``max`` would pass over it.
+    """
+    differences = [abs(a - b) for a, b in zip(one.losses, first.losses, strict=False)]
+    return math.nan if any(map(math.isnan, differences)) else max(differences, default=None)
 
 
 def _describe_machine(num_ranks: int, *, steps: int, rounds: int) -> dict[str, Any]:
@@ -358,7 +362,9 @@ def _print(found: Sequence[Compared], facts: Mapping[str, Any]) -> None:
         table.add_row(one.name, *cells)
         if one.unknown:
             notes.append(f"{one.name}: bytes of {', '.join(one.unknown)} are not counted")
-        if difference is not None and difference > _SAME_LOSS:
+        if difference is not None and math.isnan(difference):
+            notes.append(f"{one.name}: a loss of it, or of {first.name}, is not a number")
+        elif difference is not None and difference > _SAME_LOSS:
             notes.append(
                 f"{one.name}: its losses are not those of {first.name}: dropout, mixup and augmentation draw other "
                 "numbers there, and precision below float32 rounds in other places"
@@ -370,8 +376,9 @@ def _print(found: Sequence[Compared], facts: Mapping[str, Any]) -> None:
 
 def _write(found: Sequence[Compared], facts: Mapping[str, Any], out: Path) -> None:
     from lit_fsdp.files import refuse_unwritable, write_whole
+    from lit_fsdp.reporting.report_files import make_plain
 
     with refuse_unwritable("out", out):
-        text = json.dumps({"version": 1, **facts, "strategies": [asdict(one) for one in found]}, indent=1)
+        text = json.dumps(make_plain({"version": 1, **facts, "strategies": [asdict(one) for one in found]}), indent=1)
         write_whole(out / "strategies.json", f"{text}\n")
     print(f"written: {out / 'strategies.json'}")

@@ -1,6 +1,7 @@
 """What ``bench strategies`` runs, reads and prints."""
 
 import json
+import math
 import os
 import signal
 from pathlib import Path
@@ -11,7 +12,7 @@ import yaml
 from launches import ROOT, run_processes, write_run
 
 from lit_fsdp.cli.main import main
-from lit_fsdp.cli.strategies import Compared, describe_sharded, list_strategies
+from lit_fsdp.cli.strategies import Compared, describe_sharded, list_strategies, measure_loss_difference
 
 PARTS = sorted((ROOT / "configs" / "strategies").glob("*.yaml"))
 
@@ -133,6 +134,13 @@ def test_a_signal_to_end_takes_the_run_and_its_folder_along(tmp_path: Path, monk
 def test_small_parameters_kept_whole_do_not_hide_that_the_rest_is_sharded() -> None:
     held = {"parameters": 0.3, "gradients": 0.25, "optimizer state": 1.0}
     assert describe_sharded(Compared(name="x", held=held), 4) == "parameters, gradients"
+
+
+@pytest.mark.parametrize("losses", [[1.0, math.nan], [math.nan, 1.0]])
+def test_a_loss_that_is_not_a_number_is_no_loss_that_is_the_same(losses: list[float]) -> None:
+    first, other = Compared(name="fsdp2", losses=[1.0, 1.0]), Compared(name="ddp", losses=losses)
+    assert math.isnan(measure_loss_difference(other, first) or 0.0)
+    assert measure_loss_difference(first, first) == 0
 
 
 REFUSED: list[tuple[list[str], str]] = [
