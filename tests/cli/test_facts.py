@@ -24,7 +24,7 @@ def build(changes: dict[str, Any]) -> Namespace:
         class_path="lit_fsdp.FSDP2Strategy", init_args=Namespace(mesh=Namespace(shard=2), start_timeout_s=60.0)
     )
     settings["model"] = Namespace(class_path=MODEL["class_path"], init_args=Namespace(**MODEL["init_args"]))
-    arguments = Namespace(train=["/a/x.jsonl"], num_workers=2, batch_size=4, cache_dir="/a")
+    arguments = Namespace(train=["/a/x.jsonl"], num_workers=2, batch_size=4, share=[3, 1], cache_dir="/a")
     settings["data"] = Namespace(class_path="lit_fsdp.tasks.TextData", init_args=arguments)
     settings["run_name"] = "one"
     for name, value in changes.items():
@@ -64,6 +64,7 @@ def test_what_rightly_differs_between_nodes_is_not_compared(
         {"trainer.strategy.init_args.mesh.shard": 1},
         {"trainer.precision": "bf16-mixed"},
         {"data.init_args.batch_size": 8},
+        {"data.init_args.share": [1, 3]},
         {"trainer.max_steps": 4},
         {"trainer.callbacks": []},
     ],
