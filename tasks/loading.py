@@ -483,7 +483,9 @@ def restore_epoch(trainer: Trainer) -> None:
     """
     loop: Any = trainer.fit_loop
     states = read_loader_states(trainer)
-    if not states or loop.epoch_progress.current.processed <= states[0]["epoch"]:
+    if not states or "epoch" not in states[0]:  # of a loader of another kind, which this one will refuse
+        return
+    if loop.epoch_progress.current.processed <= states[0]["epoch"]:
         return
     batches = loop.epoch_loop.batch_progress
     is_over = batches.is_last_batch or is_epoch_over(states[0])

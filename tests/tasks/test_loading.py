@@ -189,6 +189,16 @@ def test_a_place_in_a_stream_of_ray_and_one_in_rows_are_not_taken_for_each_other
         stream.load_state_dict(rows.state_dict())
 
 
+def test_a_run_saved_in_a_stream_of_ray_is_not_gone_on_with_in_rows(tmp_path: Path) -> None:
+    path = tmp_path / "saved.ckpt"
+    fit(Recorder(64, 8), SaveAt("on_train_batch_end", 3, path), max_steps=3)
+    saved = torch.load(path, weights_only=False)
+    saved["loops"]["fit_loop"]["state_dict"]["combined_loader"] = [{"passes": 1}]
+    torch.save(saved, path)
+    with pytest.raises(ValueError, match=r"^data: the checkpoint was saved with a stream of another kind"):
+        fit(Recorder(64, 8), resume=path)
+
+
 POINTS = [
     ("on_train_batch_end", 3),
     ("on_train_batch_end", 8),
