@@ -430,7 +430,7 @@ class Task(TakesMappings, LightningModule):
         if metric.update_called:
             loss = metric.compute().float()  # over all ranks
             self.log(f"{stage}/loss", loss, sync_dist=True)  # equal on all ranks already
-            if self.target_name == "tokens":
+            if self.target_name == "tokens" and self.has_perplexity:
                 self.log(f"{stage}/perplexity", loss.exp(), sync_dist=True)
         metric.reset()
 

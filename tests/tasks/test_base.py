@@ -422,6 +422,19 @@ def test_a_loss_that_is_not_a_number_is_not_left_out_of_the_mean() -> None:
     assert found["val/loss"] == 2
 
 
+def test_a_task_whose_loss_is_no_cross_entropy_logs_no_perplexity_of_evaluations_either() -> None:
+    class Squared(Linear):
+        has_perplexity = False
+
+        def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+            self.update_eval_loss("val", batch.sum(), torch.tensor(batch.numel()))
+
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(accelerator="cpu", enable_model_summary=False, **quiet)  # type: ignore[arg-type]
+    (found,) = trainer.validate(Squared(), torch.utils.data.DataLoader(torch.ones(2, 1), batch_size=1))
+    assert found == {"val/loss": 1}
+
+
 class Failing(Linear):
     """Fails where it is told to, once."""
 
