@@ -176,6 +176,14 @@ class PretrainedTask(Task):
         self.finish_model()
 
     @override
+    def finish_model(self) -> None:
+        try:
+            super().finish_model()
+        except BaseException:  # Ctrl-C, too
+            self.model = None  # or a second run would take it as it is: memory without the values
+            raise
+
+    @override
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         if self.lora is not None and next(iterate_adapters(self), None) is None:
             name = type(self).__name__.removeprefix("FSDP")

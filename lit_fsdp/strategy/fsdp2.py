@@ -9,7 +9,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import lightning.pytorch as pl
 import torch
@@ -126,6 +126,8 @@ class _Sharded(NamedTuple):
 
 
 _SHARDED: WeakKeyDictionary[pl.LightningModule, _Sharded] = WeakKeyDictionary()
+# Those that have memory, and whose values an error or Ctrl-C has kept away: a second run of them fills them.
+_UNFILLED: WeakSet[pl.LightningModule] = WeakSet()
 
 
 def get_used_settings(module: pl.LightningModule, mesh: Mesh) -> Settings:
@@ -605,7 +607,9 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
 
     def _fill(self, module: pl.LightningModule) -> None:
         """Give memory to what was built on the meta device, and values."""
-        is_empty = next(iterate_meta(module), None) is not None
+        is_empty = module in _UNFILLED or next(iterate_meta(module), None) is not None
+        if is_empty:
+            _UNFILLED.add(module)
         parameter_device = torch.device("cpu") if self.settings.cpu_offload is not None else None
         materialize(module, self.root_device, parameter_device=parameter_device)
         register_steps(module, STEPS)
@@ -614,6 +618,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
             configure_weights()
         elif is_empty:
             init_weights(module, self.broadcast(torch.initial_seed()))
+        _UNFILLED.discard(module)
 
     @contextmanager
     @override

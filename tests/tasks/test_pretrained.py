@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from adapter_training import SIZES
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from training import Rows, build_task, build_trainer, save_model
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -211,6 +212,32 @@ def test_no_checkpoint_and_no_collective_waits_for_the_base_of_adapters_to_be_re
     folder, out = save_model(tmp_path / "base", **SIZES), tmp_path / "out"
     out.mkdir()
     run_ranks(train_while_the_base_is_read, folder, out)
+
+
+@pytest.mark.parametrize("make_strategy", [FSDP2Strategy, SingleDeviceStrategy])
+def test_a_second_run_of_a_task_whose_weights_could_not_be_read_reads_them(
+    make_strategy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_model(tmp_path / "base", **SIZES)
+
+    def fit(task: CausalLM) -> torch.Tensor:
+        options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "max_steps": 1, "logger": False}
+        options |= {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+        pl.Trainer(strategy=make_strategy(), **options).fit(task, Rows(SIZES["vocab_size"], 8))
+        assert task.step_loss is not None
+        return task.step_loss
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ConnectionError("the disk is gone")
+
+    task = build_task(folder)
+    with monkeypatch.context() as patch, pytest.raises(ConnectionError, match="the disk is gone"):
+        patch.setattr("lit_fsdp.tasks.pretrained.load_weights", fail)
+        fit(task)
+    losses = fit(task), fit(build_task(folder))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    assert torch.equal(*losses)
 
 
 @pytest.mark.parametrize("method", ["mxfp4", "fp8", "gptq"])
