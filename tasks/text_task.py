@@ -211,13 +211,13 @@ class TextTask(PretrainedTask):
     def _check_packing(self) -> None:
         if self._is_packing_checked or not self._is_packed:
             return
-        self._is_packing_checked = True
         assert self.model is not None
         attention = str(self.model.config._attn_implementation)
         name = f"{type(self.model).__name__.removeprefix('FSDP')} with {attention} attention"
         vocab_size = self.model.config.get_text_config().vocab_size
         with evaluation_mode(self):
             call_in_forward(self, partial(check_packing, self, vocab_size, self.device, name))
+        self._is_packing_checked = True  # not before: a second run of what was refused is refused, too
 
     # Checkpoints
 

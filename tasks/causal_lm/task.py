@@ -269,11 +269,11 @@ class CausalLM(TextTask):
         sequence: SequenceGroup | None = getattr(self._strategy, "sequence_group", None)
         if self._is_split_checked or sequence is None:
             return
-        self._is_split_checked = True
         assert self.model is not None
         name = type(self.model).__name__.removeprefix("FSDP")
         with evaluation_mode(self):
             check_split(self, sequence, self.model.config.get_text_config().vocab_size, self.device, name)
+        self._is_split_checked = True
 
     def generate(self, prompts: Sequence[Prompt]) -> list[str]:
         """Return answers to texts and chats. Under a sharding strategy all ranks must call it.

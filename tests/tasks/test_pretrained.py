@@ -4,6 +4,7 @@ import json
 import re
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -238,6 +239,26 @@ def test_a_second_run_of_a_task_whose_weights_could_not_be_read_reads_them(
     if dist.is_initialized():
         dist.destroy_process_group()
     assert torch.equal(*losses)
+
+
+def test_a_model_that_is_refused_is_refused_again_in_a_second_run() -> None:
+    task, tried = CausalLM(pretrained="none"), [0]
+    task.model = torch.nn.Module()  # type: ignore[assignment]
+    task.model.config = make_config(LLAMA)
+    task.trainer = SimpleNamespace(datamodule=SimpleNamespace(packing=True))  # type: ignore[assignment]
+    task._strategy = SimpleNamespace(sequence_group=object())
+
+    def refuse(*_: Any) -> None:
+        tried[0] += 1
+        raise ValueError("documents see each other")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lit_fsdp.tasks.text_task.call_in_forward", refuse)
+        patch.setattr("lit_fsdp.tasks.causal_lm.task.check_split", refuse)
+        for check in (task._check_packing, task._check_split) * 2:
+            with pytest.raises(ValueError, match="documents see each other"):
+                check()
+    assert tried == [4]
 
 
 @pytest.mark.parametrize("method", ["mxfp4", "fp8", "gptq"])
