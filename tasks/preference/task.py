@@ -30,9 +30,11 @@ from lit_fsdp.adapters.lora import KEEPS_BASE
 from lit_fsdp.checkpoint.sharded import agree
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.sharding.mesh import gather_objects
+from lit_fsdp.sharding.mixed_precision import read_precision
 from lit_fsdp.sharding.shard import reshard
 from lit_fsdp.strategy.batch_split import BatchPart
 from lit_fsdp.strategy.data_module import get_data_module
+from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 from lit_fsdp.strategy.lightning_internals import is_read_now
 from lit_fsdp.strategy.lightning_strategies import call_in_forward
 from lit_fsdp.tasks.causal_lm.chunked_loss import install_chunked_loss, list_chunked_losses
@@ -296,7 +298,19 @@ class PreferenceTuning(CausalLM):
             "lora": lora,
             **({} if adapters is None else {"adapters": adapters.compute_fingerprint()}),
             "precision": str(self.trainer.precision),
+            **self._list_other_dtypes(),
         }
+
+    def _list_other_dtypes(self) -> dict[str, Any]:
+        """Return in what the model computes, where ``FSDP2Strategy`` does not leave that to the Trainer's precision."""
+        strategy = self.trainer.strategy
+        if not isinstance(strategy, FSDP2Strategy):
+            return {}
+        own, usual = strategy.precision_plugin.mixed_precision, read_precision(str(self.trainer.precision))
+        dtypes, of_precision = ((one.storage_dtype, one.param_dtype) for one in (own, usual))
+        found = {} if dtypes == of_precision else {"dtypes": dtypes}
+        float8 = strategy.settings.float8
+        return found if float8 is None else {**found, "float8": asdict(float8)}
 
     def _compute_reference(self, data: PreferenceData, split: Split) -> NDArray[np.float32]:
         """Return the log-probabilities of both documents of each row, [rows, 2]. All ranks must call it."""

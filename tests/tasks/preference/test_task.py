@@ -341,6 +341,19 @@ def test_one_other_value_below_makes_another_reference(tmp_path: Path) -> None:
     assert task._identify_reference() != found
 
 
+def test_a_reference_in_other_dtypes_is_another_one(folder: Path) -> None:
+    def identify(**settings: Any) -> dict[str, Any]:
+        task = make_task(folder, **PRECOMPUTED)
+        options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
+        task.trainer = Trainer(strategy=FSDP2Strategy(**settings), **options)
+        return task._identify_reference()
+
+    known = identify()
+    assert identify(mixed_precision={"param_dtype": "bfloat16"}) != known
+    assert identify(float8={"emulate": True}) != known
+    assert identify(mixed_precision={"reduce_dtype": "bfloat16"}) == known  # of gradients, which it has none of
+
+
 @pytest.mark.full
 def test_the_precomputed_reference_keeps_its_digits_in_bfloat16(folder: Path) -> None:
     task, data = make_task(folder, **PRECOMPUTED), make_data(folder, batch_size=4)
