@@ -80,8 +80,9 @@ def refuse_dropped_keys(config: Any, files: Sequence[Path], args: Sequence[str])
     """
     for file in files:
         _look_for_dropped(load_yaml(file.read_text(encoding="utf-8")), config, "")
-    for option, equals, value in (arg.partition("=") for arg in args if arg.startswith("--")):
-        if equals and value.strip() == "{}":
+    for arg, after in zip(args, [*args[1:], ""], strict=True):
+        option, equals, value = arg.partition("=")
+        if option.startswith("--") and (value if equals else after).strip() == "{}":
             given: Any = {}
             for part in reversed(option.removeprefix("--").split(".")):
                 given = {part: given}

@@ -114,6 +114,7 @@ def test_so_are_values_classes_and_options_of_export(
         (nest(f"{STRATEGY}.init_args.offload", "{}"), [], f"{STRATEGY}.init_args.offload: renamed: cpu_offload"),
         ("{modle: {}}", [], "modle: unknown key: did you mean model?"),
         ("{}", ["--model.schedule={}"], "model.init_args.schedule: renamed: lr_scheduler"),
+        ("{}", ["--model.schedule", "{}"], "model.init_args.schedule: renamed: lr_scheduler"),
         ("{}", [f"--{STRATEGY}.nonsense={{}}"], f"{STRATEGY}.init_args.nonsense: unknown key: expected one that"),
     ],
 )
