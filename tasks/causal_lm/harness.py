@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lit_fsdp.errors import ConfigError, get_first_line, suggest
 from lit_fsdp.tasks.causal_lm.opened import OpenedLM, open_tokenizer
+from lit_fsdp.tasks.loading import get_data
 
 
 def find_tasks(names: list[str], include_path: str | None) -> Any:
@@ -124,9 +125,9 @@ class HarnessLM(OpenedLM):
 
 
 class HarnessData(LightningDataModule):
-    """One empty batch for each rank: tasks bring their own data."""
+    """One empty batch for each rank: tasks bring their own data. Ranks that share rows get it together."""
 
     @override
     def predict_dataloader(self) -> DataLoader[int]:
-        ranks: Any = range(self.trainer.world_size if self.trainer is not None else 1)
+        ranks: Any = range(get_data(self.trainer).count)
         return DataLoader(ranks, batch_size=1)

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.cli.chat import chat
 from lit_fsdp.export.model import export_model
 from lit_fsdp.quantization.quantize import Quantization
+from lit_fsdp.sharding.mesh import DataRanks
+from lit_fsdp.tasks.causal_lm.harness import HarnessData
 from lit_fsdp.tasks.causal_lm.opened import load_whole, open_source, open_tokenizer
 from ranks import run_ranks
 
@@ -125,3 +128,10 @@ def test_what_cannot_be_opened_is_refused_in_one_line(tmp_path: Path, monkeypatc
     refuse(r"quantization.block_size: got 7", str(base), quantization=Quantization(block_size=7))
     with pytest.raises(ValueError, match=r"^model: base: tokenizer: got 'base': there is no tokenizer"):
         open_tokenizer(open_source("base"))
+
+
+def test_ranks_that_share_rows_are_measured_once_not_as_often_as_there_are_of_them() -> None:
+    data = HarnessData()
+    strategy = SimpleNamespace(data_ranks=DataRanks(count=2, copies=2))  # two groups of mesh.tensor: 2
+    data.trainer = SimpleNamespace(world_size=4, strategy=strategy)  # type: ignore[assignment]
+    assert len(data.predict_dataloader()) == 2  # of which the Trainer gives each group one
