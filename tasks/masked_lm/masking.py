@@ -59,7 +59,8 @@ def mask_batch(batch: Batch, masking: Masking, *, seed: int, epoch: int) -> Batc
     row = _scramble((codes if is_there is None else codes * is_there).sum(1, keepdim=True))  # [batch, 1]
     base = row + mix_seeds(seed, epoch) + 3 * places * _STEP
     chosen, kind, token = (_to_share(_scramble(base + draw)) for draw in range(3))  # each [batch, length]
-    special = torch.tensor(list(masking.special_ids), dtype=ids.dtype, device=ids.device)
+    special = torch.tensor(list(masking.special_ids), dtype=ids.dtype)
+    special = special.to(ids.device, non_blocking=True)  # or a GPU would be waited for
     is_hidden = (chosen < masking.mlm_probability) & (labels != IGNORED) & ~torch.isin(ids, special)
     is_masked = is_hidden & (kind < masking.mask_replace_prob)
     is_random = is_hidden & ~is_masked & (kind < masking.mask_replace_prob + masking.random_replace_prob)
