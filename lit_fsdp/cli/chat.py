@@ -261,7 +261,7 @@ def talk(answerer: Answerer, conversation: Conversation, *, is_typed: bool) -> N
                 conversation.begin(conversation.system)
             elif command == "/system":
                 conversation.begin(rest.strip() or None)
-            elif text.startswith("/"):
+            elif text.startswith("/") and (is_typed or command == "/help"):  # in a pipe, a path may begin a message
                 _print_help(None if command == "/help" else command)
             elif text:
                 conversation.keep(text, answerer.answer(conversation.ask(text), is_typed=is_typed))

@@ -119,6 +119,15 @@ def test_ctrl_c_ends_a_chat_in_a_pipe_and_bytes_that_are_no_text_are_refused(
             converse(Model(tokenizer, "word2"), tokenizer)
 
 
+def test_in_a_pipe_a_line_that_begins_like_a_command_and_is_none_is_answered(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe(monkeypatch, "/etc/hosts says?", "/help", "/reset", "word1")
+    model = Model(tokenizer, "word2")
+    converse(model, tokenizer)
+    assert model.prompts == [f"[user]{text}<|endoftext|>[assistant]" for text in ("/etc/hosts says?", "word1")]
+
+
 def test_a_reader_that_has_left_ends_a_command_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     read, write = os.pipe()
     os.close(read)  # as behind `| head -1`; PYTHONUNBUFFERED is set, as in images of containers
