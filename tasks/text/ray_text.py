@@ -9,6 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import IterableDataset
 
+from lit_fsdp.checkpoint.remote import is_remote
 from lit_fsdp.strategy.trainer_settings import get_data_ranks
 from lit_fsdp.tasks.data import Split, refuse_empty, refuse_endless
 from lit_fsdp.tasks.loading import NEW_RUN, mix_seeds, read_loader_states
@@ -67,9 +68,11 @@ class RayTextData(TextData):
         """Return what a ``TorchTrainer`` takes as ``datasets``: tokens of the training documents, by ``ray.data``."""
         import ray.data
 
-        rows = getattr(ray.data, self.reader)(self.train, **({"shuffle": "files"} if self.shuffle else {}))
+        paths = [source if is_remote(source) else _make_absolute(source) for source in self.train]
+        rows = getattr(ray.data, self.reader)(paths, **({"shuffle": "files"} if self.shuffle else {}))
+        tokenizer = str(self.tokenizer_setting)
         settings = {
-            "tokenizer": self.tokenizer_setting,
+            "tokenizer": _make_absolute(tokenizer) if Path(tokenizer).expanduser().is_dir() else tokenizer,
             "chat_template": self.chat_template,
             "row_format": self.row_format,
             "skips_bad_rows": self.skips_bad_rows,
@@ -221,6 +224,11 @@ def _make_encoder(tokenizer: str, chat_template: str | None, row_format: RowForm
     if chat_template is not None:
         loaded.chat_template = chat_template
     return Encoder(loaded, row_format)
+
+
+def _make_absolute(path: str) -> str:
+    """Return a path as processes of Ray find it, which run in another folder."""
+    return str(Path(path).expanduser().absolute())
 
 
 def _choose_reader(sources: list[str]) -> str:

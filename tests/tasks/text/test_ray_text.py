@@ -1,4 +1,5 @@
 import json
+import sys
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -100,6 +101,27 @@ def test_bad_rows_of_a_stream_end_the_run_or_are_left_out(folder: str) -> None:
     with pytest.raises(ValueError, match=r'train: the row .*"text" is empty'):
         tokenize(rows, skips_bad_rows=False, **settings)
     assert len(tokenize(rows, skips_bad_rows=True, **settings)) == 1
+
+
+def test_processes_of_ray_in_another_folder_find_files_and_tokenizer(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+
+    def read(paths: list[str], **_: Any) -> Any:
+        given["paths"] = paths
+        return SimpleNamespace(map_batches=lambda _, *, fn_kwargs, **__: given.update(fn_kwargs))
+
+    module = SimpleNamespace(data=SimpleNamespace(read_csv=read))
+    monkeypatch.setitem(sys.modules, "ray", module)
+    monkeypatch.setitem(sys.modules, "ray.data", module.data)
+    monkeypatch.chdir(Path(folder).parent)
+    here, name = Path(folder).parent, Path(folder).name
+    RayTextData(train=["a.csv", "s3://bucket/b.csv"], tokenizer=name).make_ray_datasets()
+    assert given["paths"] == [str(here / "a.csv"), "s3://bucket/b.csv"]
+    assert given["tokenizer"] == str(here / name)
+    RayTextData(train="~/a.csv", tokenizer="org/name").make_ray_datasets()
+    assert (given["paths"], given["tokenizer"]) == ([str(Path.home() / "a.csv")], "org/name")
 
 
 def test_settings_that_a_stream_cannot_keep_are_refused() -> None:
