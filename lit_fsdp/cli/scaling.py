@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -119,7 +121,7 @@ def bench_scaling(
         check_config_files([f"--config={path}" for path in _list(config)])
         counts = _choose_ranks(ranks)
         _check_steps(steps)
-        with tempfile.TemporaryDirectory() as folder:
+        with exit_at_sigterm(), tempfile.TemporaryDirectory() as folder:
             runs = [_run(Path(folder), _list(config), count, steps, _list(options)) for count in counts]
             scales = [read_report(report) for report in runs]
     scales = sorted(scales, key=lambda scale: scale.num_ranks)
@@ -204,7 +206,7 @@ def _predict(
     from lit_fsdp.cli.layouts import LayoutPlan  # late, as it loads Lightning
 
     plan = LayoutPlan(config, options, per_node=ranks[-1], link=link)  # first: it refuses before anything runs
-    with tempfile.TemporaryDirectory() as folder:
+    with exit_at_sigterm(), tempfile.TemporaryDirectory() as folder:
         report = Path(reports[0]) if reports else _run(Path(folder), config, ranks[0], steps, options)
         device_bytes = torch.cuda.get_device_properties(0).total_memory if torch.cuda.device_count() else None
         plan.show(plan.compare(report, device_bytes), device_bytes, out)
@@ -232,12 +234,44 @@ def _run(folder: Path, config: Sequence[str], num_ranks: int, steps: int, option
         command += [f"--config={part}"]
     command += [f"--trainer.{name}={value}" for name, value in settings.items()]
     command += [f"--run_name=ranks_{num_ranks}", "--monitoring=true"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    if ended.returncode:
-        errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
-        said = errors[-1].removeprefix("error: ") if errors else "\n".join(ended.stderr.splitlines()[-20:])
+    code, told = run_command(command)
+    if code:
+        errors = [line for line in told.splitlines() if line.startswith("error: ")]
+        said = errors[-1].removeprefix("error: ") if errors else "\n".join(told.splitlines()[-20:])
         raise ConfigError(f"the run on {num_ranks} ranks failed: {said}")
     return folder / "runs" / f"ranks_{num_ranks}" / "report.json"
+
+
+def run_command(command: Sequence[str], timeout_s: float | None = None) -> tuple[int | None, str]:
+    """Run a command and all it starts; return its exit code, ``None`` if it had to be ended, and its errors."""
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            _, errors = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            return None, ""
+        finally:  # no rank outlives its run
+            if process.returncode != 0:
+                _end_group(process.pid)
+    return process.returncode, errors
+
+
+@contextmanager
+def exit_at_sigterm() -> Iterator[None]:
+    """Leave by an exception at a signal to end, or a run would go on in its own session."""
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end_group(leader: int) -> None:
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except ProcessLookupError:
+        return  # all of them have ended
 
 
 def make_table(title: str, *columns: str) -> Table:

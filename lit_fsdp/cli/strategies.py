@@ -6,13 +6,10 @@ import json
 import math
 import os
 import platform
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -23,7 +20,7 @@ import torch
 import yaml
 from rich.console import Console
 
-from lit_fsdp.cli.scaling import QUIET_TRAINER, make_table
+from lit_fsdp.cli.scaling import QUIET_TRAINER, exit_at_sigterm, make_table, run_command
 from lit_fsdp.errors import ConfigError, suggest
 from lit_fsdp.parsing.config_files import check_config_files, list_quiet_callbacks, load_yaml
 from lit_fsdp.parsing.parser import check_out_folder
@@ -186,7 +183,7 @@ def _run_all(
     """Run every strategy once a round; one that fails is not tried again."""
     done: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in chosen}
     why_not: dict[str, str] = {}
-    with _exit_at_sigterm(), tempfile.TemporaryDirectory() as name:
+    with exit_at_sigterm(), tempfile.TemporaryDirectory() as name:
         for i in range(rounds):
             for strategy, setting in chosen.items():
                 if strategy in why_not:
@@ -239,43 +236,11 @@ def _run(
     command += [f"--trainer.{name}={value}" for name, value in settings.items()]
     command += ["--trainer.callbacks+=lit_fsdp.cli.strategy_probe.StrategyProbe"]
     command += [f"--trainer.callbacks.folder={folder / 'probe'}", "--run_name=bench", "--monitoring=false"]
-    code, errors = _call([*command, "--run_summary=false"], timeout_s)
+    code, errors = run_command([*command, "--run_summary=false"], timeout_s)
     reports = sorted((folder / "probe").glob("rank_*.json"))
     if code or len(reports) != num_ranks:
         raise RuntimeError(_describe_failure(code, errors, timeout_s))
     return [json.loads(path.read_text()) for path in reports]
-
-
-def _call(command: Sequence[str], timeout_s: float) -> tuple[int | None, str]:
-    """Run a command and all it starts; return its exit code, ``None`` if it had to be ended, and its errors."""
-    with subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
-        try:
-            _, errors = process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            return None, ""
-        finally:  # no rank outlives its run
-            if process.returncode != 0:
-                _end_group(process.pid)
-    return process.returncode, errors
-
-
-@contextmanager
-def _exit_at_sigterm() -> Iterator[None]:
-    """Leave by an exception at a signal to end, or a run would go on in its own session."""
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _end_group(leader: int) -> None:
-    try:
-        os.killpg(leader, signal.SIGKILL)
-    except ProcessLookupError:
-        return  # all of them have ended
 
 
 def _describe_failure(code: int | None, errors: str, timeout_s: float) -> str:

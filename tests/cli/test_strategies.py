@@ -93,7 +93,7 @@ def test_slow_ranks_of_fsdp2_are_waited_for_as_long_as_the_run(
     strategy = f"trainer: {{strategy: {{class_path: lit_fsdp.FSDP2Strategy, init_args: {{{given}}}}}}}"
     (tmp_path / "own.yaml").write_text(strategy)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("lit_fsdp.cli.strategies._call", call)
+    monkeypatch.setattr("lit_fsdp.cli.strategies.run_command", call)
     assert main(["bench", "strategies", "--config=run.yaml", "--strategies=own.yaml,ddp", "--timeout_s=500"]) == 1
     assert [setting.get("init_args", {}) for setting in written] == [{"start_timeout_s": start_timeout_s}, {}]
 
@@ -101,7 +101,7 @@ def test_slow_ranks_of_fsdp2_are_waited_for_as_long_as_the_run(
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from lit_fsdp.cli import main, strategies
+from lit_fsdp.cli import main, scaling, strategies
 
 code = "import os, time; print(os.getpid(), file=open('pid', 'w'), flush=True); time.sleep(60)"
 
@@ -113,18 +113,23 @@ def run(folder, *_, **__):
         os.kill(os.getpid(), signal.SIGTERM)
     signal.signal(signal.SIGALRM, end)
     signal.setitimer(signal.ITIMER_REAL, 0.5)
-    strategies._call([sys.executable, "-c", code], 60.0)
+    scaling.run_command([sys.executable, "-c", code], 60.0)
 
-strategies._run = run
-sys.exit(main.main(["bench", "strategies", "--config=run.yaml", "--strategies=ddp"]))
+scaling._run = strategies._run = run
+sys.exit(main.main(sys.argv[1:]))
 """
 
 
 @pytest.mark.full
-def test_a_signal_to_end_takes_the_run_and_its_folder_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "bench", [["strategies", "--strategies=ddp"], ["scaling", "--ranks=1"]], ids=["strategies", "scaling"]
+)
+def test_a_signal_to_end_takes_the_run_and_its_folder_along(
+    bench: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_run(tmp_path)
     monkeypatch.chdir(tmp_path)
-    (ended,) = run_processes(["-c", KILLED], timeout_s=100.0)
+    (ended,) = run_processes(["-c", KILLED, "bench", *bench, "--config=run.yaml"], timeout_s=100.0)
     assert ended.code == 128 + signal.SIGTERM
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
