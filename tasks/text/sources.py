@@ -330,8 +330,8 @@ def _find_files(source: str, path: Path) -> list[Path] | None:
             raise ValueError(f"no file matches {source}; the pattern is taken from {Path.cwd()}")
         return [p for one in found for p in _find_files(str(one), one) or []]
     refuse_special_file(path, source)
-    if path.suffix in READERS or path.is_absolute() or source.startswith(("~", ".")) or source.count("/") > 1:
-        names = [other.name for other in path.parent.glob("*") if other.is_dir() or other.suffix in READERS]
+    if path.suffix.lower() in READERS or path.is_absolute() or source.startswith(("~", ".")) or source.count("/") > 1:
+        names = [other.name for other in path.parent.glob("*") if other.is_dir() or other.suffix.lower() in READERS]
         near = nearest(path.name, names)
         hint = f"; did you mean {path.parent / near}?" if near else ""
         raise ValueError(f"{source}: no such file or folder, seen from {Path.cwd()}{hint}")

@@ -121,6 +121,7 @@ def test_a_broken_file_gives_one_line_with_file_line_and_reason(
     [
         ("*.parquet", "no file matches .*"),
         ("missing.jsonl", "missing.jsonl: no such file or folder"),
+        ("MISSING.CSV", "MISSING.CSV: no such file or folder"),  # nor a data set that is asked for at the Hub
         ("chat.jsonl", r"train: chat.jsonl: no such file or folder, seen from .*; did you mean chats.jsonl\?"),
         ("empty", "empty: no file in this folder ends in .txt, .jsonl"),
         ("image.png", "image.png: cannot read .png; known are .txt, .jsonl"),
