@@ -68,16 +68,15 @@ def _read_mappings(init: Callable[..., None]) -> Callable[..., None]:
         # and stops before the arguments of a subclass at any other. Private, seen in lightning 2.6.6.
         __class__ = _NoArguments  # noqa: F841
         try:
-            given = signature.bind_partial(self, *args, **kwargs).arguments
+            bound = signature.bind_partial(self, *args, **kwargs)
             hints = get_type_hints(init)
         except (TypeError, NameError):  # python's own error, or names imported for type checkers only
-            given, hints = {}, {}
+            bound, hints = signature.bind_partial(), {}
+        given = bound.arguments
         wanted = {name: hint for name, hint in hints.items() if name in given and _is_to_read(given[name], hint)}
         if wanted:
-            read = read_mappings({name: given[name] for name in wanted}, wanted)
-            names = [name for name in signature.parameters if name in given]
-            args = tuple(read.get(name, value) for name, value in zip(names[1:], args, strict=False))
-            kwargs |= {name: value for name, value in read.items() if name in kwargs}
+            given |= read_mappings({name: given[name] for name in wanted}, wanted)
+            args, kwargs = bound.args[1:], bound.kwargs
         init(self, *args, **kwargs)
 
     return __init__

@@ -92,6 +92,16 @@ def test_a_users_class_takes_them_for_its_own_settings_and_for_those_it_hands_on
         Noted([{"width": 1}, {"widht": 2}])  # type: ignore[list-item]
 
 
+def test_what_is_given_by_place_stays_in_its_place() -> None:
+    class Placed(TakesMappings):
+        def __init__(self, beam: Beam, *others: int, more: Beam | None = None, **kwargs: int) -> None:
+            self.found = (beam, others, more, kwargs)
+
+    placed: Any = Placed
+    found = placed({"width": 2}, 3, 4, more={"width": 5}, six=6).found
+    assert found == (Beam(width=2), (3, 4), Beam(width=5), {"six": 6})
+
+
 @pytest.mark.parametrize("case", WRONG)
 def test_what_yaml_would_refuse_is_refused_in_the_same_words(case: str) -> None:
     settings, line = WRONG[case]
