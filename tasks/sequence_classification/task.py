@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -17,7 +17,7 @@ from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.strategy.batch_split import BatchPart
 from lit_fsdp.strategy.data_module import get_data_module
-from lit_fsdp.tasks.classifier import Classifier, find_head, list_classes, name_classes
+from lit_fsdp.tasks.classifier import CLASSES, Classifier, find_head, list_classes, name_classes
 from lit_fsdp.tasks.lr_schedule import LRSchedule
 from lit_fsdp.tasks.sequence_classification.labels import MULTI, REGRESSION, REWARD, SINGLE, ProblemType
 from lit_fsdp.tasks.sequence_classification.metrics import HEADLINES, build_metrics, update_metrics
@@ -164,6 +164,11 @@ class SequenceClassification(Classifier, TextTask):
         )
         return model
 
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        _refuse_number(checkpoint, self.problem_type)
+        super().on_load_checkpoint(checkpoint)
+
     # Steps
 
     def compute_logits(self, batch: Batch) -> Tensor:
@@ -273,6 +278,15 @@ class SequenceClassification(Classifier, TextTask):
             chosen = [[name for name, p in zip(names, row, strict=True) if p > 0.5] for row in shares]
             return found | {"prediction": chosen, "probability": [dict(zip(names, row, strict=True)) for row in shares]}
         return found | {"prediction": logits[:, 0].tolist()}
+
+
+def _refuse_number(checkpoint: Mapping[str, Any], problem: ProblemType) -> None:
+    """Refuse a checkpoint that predicts numbers for data of which only classes are known, as of rows to predict."""
+    if checkpoint.get(CLASSES) == _NUMBER and problem not in (REGRESSION, REWARD):
+        raise ValueError(
+            f"data.problem_type: is {problem!r} here, and the checkpoint gives each text one number: set it to "
+            f"{REGRESSION}, or to {REWARD} if it was trained on pairs"
+        )
 
 
 def _list_head(model: PreTrainedModel, head: list[str], pretrained: str | None) -> tuple[list[str], list[str]]:

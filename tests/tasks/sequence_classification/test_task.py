@@ -304,3 +304,11 @@ def test_pairs_of_a_reward_stay_together_where_a_batch_is_split() -> None:
     parts = [part for part, _ in task.split_batch(batch, 2)]
     assert [part["input_ids"].flatten().tolist() for part in parts] == [[0, 1], [2, 3, 4, 5]]
     assert [len(part["labels"]) for part in parts] == [1, 2]
+
+
+def test_a_checkpoint_that_predicts_numbers_asks_for_the_problem_not_for_classes_of_its_name() -> None:
+    task = SequenceClassification(pretrained="none", num_labels=2)
+    with pytest.raises(
+        ValueError, match=r"^data.problem_type: is 'single_label_classification' here, .*: set it to re"
+    ):
+        task.on_load_checkpoint({"classes": ["LABEL_0"]})
