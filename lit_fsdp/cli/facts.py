@@ -19,12 +19,12 @@ from lit_fsdp.redaction import redact
 
 # All else may differ, such as num_workers, devices, folders and the progress bar. Seeds too: rank 0 hands on its own.
 _SHARED = re.compile(
-    r"model\..+|data\.class_path|monitoring|trainer\.callbacks|"
+    r"model\..+|data\.class_path|monitoring|run_summary|trainer\.callbacks|"
     r"data\.init_args\.(\w*batch_size|seq_length|packing|pad_to_multiple_of|group_by_length|shuffle|seed|repeat|share|"
     r"\w*_fraction)|"
-    r"trainer\.(precision|accumulate_grad_batches|gradient_clip_\w+|(max|min)_(steps|epochs)|limit_\w+_batches|"
-    r"overfit_batches|fast_dev_run|val_check_interval|check_val_every_n_epoch|num_sanity_val_steps|log_every_n_steps|"
-    r"use_distributed_sampler|enable_checkpointing)|"
+    r"trainer\.(precision|accumulate_grad_batches|gradient_clip_\w+|(max|min)_(steps|epochs)|max_time|"
+    r"limit_\w+_batches|overfit_batches|fast_dev_run|val_check_interval|check_val_every_n_epoch|"
+    r"num_sanity_val_steps|log_every_n_steps|use_distributed_sampler|enable_checkpointing)|"
     r"trainer\.strategy(\.class_path|\.init_args\.(?!print_plan|\w*timeout_s|verify_checkpoint).+)?"
 )
 _PLACE = "a path"

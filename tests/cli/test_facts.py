@@ -19,6 +19,7 @@ MODEL = {"class_path": "lit_fsdp.tasks.CausalLM", "init_args": {"pretrained": "b
 def build(changes: dict[str, Any]) -> Namespace:
     settings = Namespace()
     settings.update(Namespace(trainer=Namespace(max_steps=3, devices=2, enable_progress_bar=True, precision="32-true")))
+    settings["trainer.max_time"] = None
     settings["trainer.callbacks"] = [Namespace(class_path="EMA", init_args=Namespace(decay=0.9, folder="/a"))]
     settings["trainer.strategy"] = Namespace(
         class_path="lit_fsdp.FSDP2Strategy", init_args=Namespace(mesh=Namespace(shard=2), start_timeout_s=60.0)
@@ -26,7 +27,7 @@ def build(changes: dict[str, Any]) -> Namespace:
     settings["model"] = Namespace(class_path=MODEL["class_path"], init_args=Namespace(**MODEL["init_args"]))
     arguments = Namespace(train=["/a/x.jsonl"], num_workers=2, batch_size=4, share=[3, 1], cache_dir="/a")
     settings["data"] = Namespace(class_path="lit_fsdp.tasks.TextData", init_args=arguments)
-    settings["run_name"] = "one"
+    settings["run_name"], settings["run_summary"] = "one", True
     for name, value in changes.items():
         settings[name] = value
     return settings
@@ -67,6 +68,8 @@ def test_what_rightly_differs_between_nodes_is_not_compared(
         {"data.init_args.share": [1, 3]},
         {"trainer.max_steps": 4},
         {"trainer.callbacks": []},
+        {"run_summary": False},  # which gathers from all ranks, as a time does in each step
+        {"trainer.max_time": "00:01:00:00"},
     ],
     ids=str,
 )
