@@ -239,6 +239,16 @@ def test_a_resume_after_lines_of_a_file_were_shuffled_is_refused(folder: Path, t
         load(build_here(), state=state)
 
 
+def test_a_saved_data_set_is_known_by_its_rows_wherever_it_lies(folder: Path, tmp_path: Path) -> None:
+    texts = [f"row {n:02} of a stream" for n in range(20)]
+    for place, rows in (("a", texts), ("b", texts), ("c", texts[::-1])):
+        datasets.Dataset.from_dict({"text": rows}).save_to_disk(str(tmp_path / place / "rows"))
+    streams = {name: load(build(folder, streaming=True, train=str(tmp_path / name / "rows"))) for name in "abc"}
+    streams["b"].load_state_dict(streams["a"].state_dict())
+    with pytest.raises(ValueError, match=r"saved in a stream of other rows"):
+        streams["c"].load_state_dict(streams["a"].state_dict())
+
+
 def test_what_a_stream_cannot_keep_is_refused_before_it_is_read(folder: Path) -> None:
     for settings, problem in (
         ({"validation_fraction": 0.1}, "validation_fraction: a stream has no share to hold out: set validation"),
