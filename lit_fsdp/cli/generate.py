@@ -95,6 +95,8 @@ def plan_run(
         raise ValueError(f"batch_size: got {batch_size}: expected 1 or more")
     _check_prompts(prompts)
     _check_out(out)
+    if out.exists() and out.samefile(prompts):
+        raise ValueError(f"out: got {str(out)!r}: it holds the prompts, which answers would replace: choose another")
     sampling = make_sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
     source = open_source(model, base=base, quantization=quantization)
     open_tokenizer(source)

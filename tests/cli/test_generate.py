@@ -74,6 +74,7 @@ def test_answers_are_those_of_transformers_on_any_number_of_ranks_and_from_anywh
         ({"out": "out.txt"}, "out: got 'out.txt': expected a file that ends in .jsonl"),
         ({"out": "a.pdf/out.jsonl"}, "out: got 'a.pdf': "),
         ({"out": "."}, "out: . is a folder: expected a file"),
+        ({"out": "./a.jsonl"}, "out: got 'a.jsonl': it holds the prompts, which answers would replace: choose another"),
         ({"batch_size": "0"}, "batch_size: got 0: expected 1 or more"),
         ({"max_new_tokens": "0"}, "max_new_tokens: got 0: expected 1 or more"),
         ({"top_p": "0.5"}, "top_p: not used with temperature 0"),
