@@ -128,7 +128,7 @@ class SequenceClassification(Classifier, TextTask):
                     f"num_labels: got {self.num_labels}: a {self.problem_type} has one output; leave it out"
                 )
             self.class_names = _NUMBER
-        else:
+        elif self.model is None or getattr(data, "classes", None) is not None:
             self.class_names = list_classes(data, self.num_labels, setting="num_labels")
         if self.has_tokenizer:
             self._pad_id = get_pad_id(data.tokenizer)
@@ -137,7 +137,14 @@ class SequenceClassification(Classifier, TextTask):
         if isinstance(data, TextData):
             got = type(data).__name__
             raise ValueError(f"data: got {got}: its rows have no labels; set LabeledTextData")  # noqa: TRY004
-        self.problem_type = getattr(data, "problem_type", None) or SINGLE
+        found: ProblemType | None = getattr(data, "problem_type", None)
+        if self.model is not None:  # a second run of the same object; rows to predict do not say what they are for
+            if found not in (None, self.problem_type):
+                raise ValueError(
+                    f"data.problem_type: got {found!r}: the model was made for {self.problem_type!r}: make a task anew"
+                )
+            return
+        self.problem_type = found or SINGLE
         self.headline_metric = HEADLINES[self.problem_type]
 
     @override

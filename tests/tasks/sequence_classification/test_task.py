@@ -1,6 +1,7 @@
 """Sequence classification on ranks equals that of Transformers on one device; what is exported has its logits."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,7 +27,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.export.model import export_model
-from lit_fsdp.tasks import LabeledTextData, SequenceClassification, TrainTokenizer
+from lit_fsdp.tasks import LabeledTextData, SequenceClassification, TextTask, TrainTokenizer
 
 NUM_ROWS = NUM_STEPS * GLOBAL_BATCH
 TEXTS = [f"{'word ' * (i % 7)}the number {i} comes after the number {i - 1}." for i in range(NUM_ROWS)]
@@ -312,3 +313,20 @@ def test_a_checkpoint_that_predicts_numbers_asks_for_the_problem_not_for_classes
         ValueError, match=r"^data.problem_type: is 'single_label_classification' here, .*: set it to re"
     ):
         task.on_load_checkpoint({"classes": ["LABEL_0"]})
+
+
+def test_rows_to_predict_do_not_change_what_a_model_was_trained_for() -> None:
+    def start(task: SequenceClassification, **data: Any) -> None:
+        task.trainer = SimpleNamespace(datamodule=SimpleNamespace(**data))  # type: ignore[assignment]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(TextTask, "setup", lambda *_: None)
+            task.setup("predict")
+
+    for problem, classes in (("regression", None), ("multi_label_classification", ["a", "b"])):
+        task = SequenceClassification(pretrained="none")
+        start(task, problem_type=problem, classes=classes)
+        task.model = torch.nn.Module()  # type: ignore[assignment]
+        start(task, problem_type=None, classes=None)
+        assert (task.problem_type, task.class_names) == (problem, classes or ["LABEL_0"])
+        with pytest.raises(ValueError, match=f"got 'reward': the model was made for '{problem}': make a task anew"):
+            start(task, problem_type="reward", classes=None)
