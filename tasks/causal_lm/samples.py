@@ -96,13 +96,17 @@ class Samples:
     def _try_all(self, task: Any, step: int) -> list[str | None]:
         """Return the answer to each prompt, ``None`` where there is none."""
         limit = getattr(task.read_config().get_text_config(), "max_position_embeddings", None) or sys.maxsize
-        rows = [[] if isinstance(r, RowError) else r.ids for r in encode_prompts(task.get_tokenizer(), self.prompts)]
+        encoded = encode_prompts(task.get_tokenizer(), self.prompts)
+        rows = [[] if isinstance(result, RowError) else result.ids for result in encoded]
         answers: list[str | None] = [None] * len(rows)
+        for number, result in enumerate(encoded):
+            if isinstance(result, RowError):  # where an evaluation came before it was checked
+                self._warn(step, f"prompt {number}: {result}: not answered")
         for number, row in enumerate(rows):
             if len(row) >= limit:
                 limits = f"the model has {limit} places (max_position_embeddings)"
                 self._warn(step, f"prompt {number} has {len(row)} tokens, {limits}: not answered")
-        numbers = [number for number, row in enumerate(rows) if len(row) < limit]
+        numbers = [number for number, row in enumerate(rows) if 0 < len(row) < limit]
         at_once = getattr(get_data_module(task.trainer), "eval_batch_size", None) or len(rows)
         for begin in range(0, len(numbers), at_once):
             part = numbers[begin : begin + at_once]

@@ -211,6 +211,28 @@ def test_a_rank_that_may_have_failed_alone_does_not_go_on_without_the_others(err
         Samples(["the number"]).answer(task)
 
 
+def test_a_prompt_that_a_template_refuses_is_not_answered_in_an_evaluation(tmp_path: Path) -> None:
+    data, asked = make_data(tmp_path), list[int]()
+    data.chat_template = None
+    data.setup("validate")
+    task = SimpleNamespace(
+        trainer=SimpleNamespace(
+            world_size=1, global_step=1, strategy=None, datamodule=data, loggers=[], is_global_zero=True
+        ),
+        device=torch.device("cpu"),
+        modules=list,
+        read_config=CausalLM(config=TINY).read_config,
+        get_tokenizer=lambda: data.tokenizer,
+        generation={"max_new_tokens": 4},
+        continue_rows=lambda rows, **_: [asked.append(len(row)) or "answer" for row in rows],
+    )
+    samples = Samples([QUESTION, "the number"])
+    with pytest.warns(UserWarning, match=r"prompt 0: a chat, but the tokenizer has no chat template.*: not answered"):
+        samples.answer(task)
+    assert samples.answers == {1: [None, "answer"]}
+    assert len(asked) == 1 and asked[0] > 0  # noqa: PT018
+
+
 def test_a_prompt_that_cannot_be_one_is_refused_before_training(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"sample_prompts\[0\]: .* message 1 has the role 'me'"):
         CausalLM(config=TINY, sample_prompts=[[{"role": "me", "content": "hi"}]])
