@@ -156,15 +156,15 @@ class ImageClassification(Classifier):
 
     @override
     def configure_model(self) -> None:
-        if self.model is not None:  # a second run of the same object
+        if self.model is not None:  # a second run of the same object, whose images may have another size
+            self._follow_images(self.model.config)
             return
         config = self.read_config()
         with explain_build_errors(self.config_settings):
             model = build_classifier(config, self.attention)
         self.choose_head(find_head(config, model, build_classifier))
-        if preprocessing := self._get_preprocessing():
-            self._image_size = preprocessing.size
-            self._interpolates = check_size(config, preprocessing.size)
+        self._follow_images(config)
+        preprocessing = self._get_preprocessing()
         if self.pretrained is not None and preprocessing and self.trainer.state.fn == TrainerFn.FITTING:
             compare_colors(preprocessing, self.pretrained, get_pretrained_folder(self.pretrained))
         self.resolve_quantization(model)
@@ -176,6 +176,11 @@ class ImageClassification(Classifier):
         self.val_metrics, self.test_metrics = (Metrics(len(self.class_names)) for _ in range(2))
         self.model = model  # not before all is well: other strategies could not move it away
         self.finish_model()
+
+    def _follow_images(self, config: PreTrainedConfig) -> None:
+        if preprocessing := self._get_preprocessing():
+            self._image_size = preprocessing.size
+            self._interpolates = check_size(config, preprocessing.size)
 
     def _get_preprocessing(self) -> Preprocessing | None:
         return getattr(get_data_module(self.trainer), "preprocessing", None)

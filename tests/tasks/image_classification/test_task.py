@@ -15,12 +15,14 @@ from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
 
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.adapters.lora import LoRA
+from lit_fsdp.checkpoint.reader import EXPORT
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.tasks import ImageClassification, ImageData, Mixup, Pixels
 from lit_fsdp.tasks.classifier import find_head, keeps_head
 from lit_fsdp.tasks.image_classification.layers import list_blocks, measure_distances
 from lit_fsdp.tasks.image_classification.mixup import mix
 from lit_fsdp.tasks.image_classification.model import build_classifier, set_classes
+from lit_fsdp.weights.base_weights import IMAGE_SIZE
 from ranks import run_ranks
 
 PIXELS = Pixels(size=16)
@@ -142,6 +144,16 @@ def test_images_of_another_size_get_interpolated_positions(tmp_path: Path) -> No
     with torch.no_grad():
         expected = stock(batch["pixel_values"], interpolate_pos_encoding=True).logits
         assert torch.allclose(trainer.lightning_module(batch["pixel_values"]), expected, atol=1e-6)
+
+
+def test_a_second_run_may_have_images_of_another_size(tmp_path: Path) -> None:
+    task = ImageClassification(pretrained=str(save_classifier(tmp_path / "model", VIT, 3)), head="keep")
+    for size in (16, 24, 32):  # the first is its own
+        trainer = build_for_one(task, make_data(tmp_path, processor=Pixels(size=size)))
+        checkpoint: dict[str, Any] = {EXPORT: {}}
+        task.on_save_checkpoint(checkpoint)
+        assert checkpoint.get(IMAGE_SIZE, [16, 16]) == [size, size]
+        assert trainer.callback_metrics["val/loss"] > 0
 
 
 def build_for_one(task: ImageClassification, data: ImageData, ckpt_path: str | None = None) -> Any:
