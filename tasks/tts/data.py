@@ -322,8 +322,10 @@ class SpeechData(TaskData):
         config = self._get_config()
         if isinstance(row, PreparedRow):
             speaker = self._choose_voice(row)
-        else:
+        elif row.speaker or self.speaker_embedding != "none":
             speaker = get_voice(row.speaker or None, self.voices, config)
+        else:  # as it is trained
+            speaker = None
         return self._build(row, speaker)
 
     def pick_validation(self, num_rows: int) -> list[PreparedRow]:
