@@ -18,7 +18,7 @@ from lit_fsdp.optim.muon import Muon
 
 OptimizerName = Literal["adamw", "adamw_8bit", "adamw_8bit_paged", "adafactor", "muon"]
 
-_RATE, _ADAPTER_FACTOR = 1e-4, 10  # where none is set
+_RATES, _ADAPTER_FACTOR = {"adafactor": 1e-2}, 10  # where none is set; 1e-4 for all others
 # Settings that some do not use.
 _USED_BY: dict[str, tuple[OptimizerName, ...]] = {
     "betas": ("adamw", "adamw_8bit", "adamw_8bit_paged", "muon"),
@@ -39,8 +39,8 @@ class Optimizer:
             columns, and takes other learning rates. ``muon`` keeps one running mean for matrices of blocks, which it
             steps by Muon at AdamW's learning rates, and is ``adamw`` for the rest. See docs/optimizers.md.
         learning_rate: At the peak of the schedule. ``null`` is 1e-4, or 1e-3 where adapters are trained; a resumed run
-            keeps the rate it began with. For ``adafactor`` relative to the root mean square of each parameter: 1e-2 is
-            usual, 1e-4 hardly trains.
+            keeps the rate it began with. For ``adafactor``, which takes it relative to the root mean square of each
+            parameter, ``null`` is 1e-2, or 0.1 for adapters.
         weight_decay: Of matrices. Norms and biases are not decayed.
         betas: Decay of the running means of gradient and squared gradient. Not used by ``adafactor``.
         eps: Keeps steps of tiny gradients finite. Not used by ``adafactor``.
@@ -83,7 +83,7 @@ class Optimizer:
         """Return the learning rate: adapters start from nothing, and take ten times that of whole models."""
         if self.learning_rate is not None:
             return self.learning_rate
-        return _RATE * _ADAPTER_FACTOR if has_adapters else _RATE
+        return _RATES.get(self.name, 1e-4) * (_ADAPTER_FACTOR if has_adapters else 1)
 
     def check_device(self, device: torch.device) -> None:
         """Refuse an optimizer that cannot step parameters on this device."""

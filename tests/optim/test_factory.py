@@ -326,3 +326,16 @@ def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ModuleNotFoundError, match="pip install bitsandbytes"):
         build_optimizer([nn.Parameter(torch.zeros(4))], Optimizer(name="adamw_8bit"))
+
+
+def test_a_rate_that_is_not_set_is_one_at_which_the_optimizer_trains_and_ten_times_that_for_adapters() -> None:
+    def list_rates(optimizer: Optimizer, *, has_adapters: bool) -> set[float]:
+        parameters = [nn.Parameter(torch.ones(2, 2))]
+        built = build_optimizer(parameters, optimizer, has_adapters=has_adapters)
+        return {group["lr"] for group in built.param_groups}
+
+    for name, rate in (("adamw", 1e-4), ("adamw_8bit", 1e-4), ("adafactor", 1e-2)):
+        assert list_rates(Optimizer(name=name), has_adapters=False) == {rate}  # type: ignore[arg-type]
+        assert list_rates(Optimizer(name=name), has_adapters=True) == {10 * rate}  # type: ignore[arg-type]
+    given = Optimizer(name="adafactor", learning_rate=3e-3)
+    assert list_rates(given, has_adapters=True) == {3e-3}
