@@ -417,8 +417,13 @@ class TrainerCLI(LightningCLI):
         """Let ``--ckpt_path last`` find the newest complete checkpoint of the runs of this name; check any other."""
         command = self.config_init[self.subcommand]
         given = command.get("ckpt_path")
-        if given is None and self.subcommand == "fit" and int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0:
-            given = "last"  # the same job, requeued
+        if self.subcommand == "fit" and int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0:  # the same job, requeued
+            if given not in (None, "last", "hpc"):
+                rank_zero_warn(
+                    f"ckpt_path: {given}: this job was requeued, and begins there again: without a path, or with last, "
+                    "it would go on from what it has saved since"
+                )
+            given = given or "last"
         if given == "best":
             raise ConfigError(
                 "ckpt_path: got 'best': only the process that trained knows its best checkpoint: expected its path, "

@@ -321,6 +321,17 @@ def test_a_run_leaves_everything_in_one_folder_and_can_be_repeated(
     assert (run.parent / "version_1" / "config.yaml").read_text() == (run / "config.yaml").read_text()
 
 
+def test_a_requeued_job_with_a_path_says_that_it_begins_there_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    with pytest.warns(UserWarning, match="nowhere.ckpt: this job was requeued, and begins there again"):
+        assert main(["fit", "--config=run.yaml", "--ckpt_path=nowhere.ckpt"]) == 2
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*requeued")
+        assert main(["fit", "--config=run.yaml", "--ckpt_path=last", "--trainer.max_steps=1"]) == 0
+
+
 def test_ckpt_path_last_does_not_start_afresh_beside_a_checkpoint_of_another_strategy(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
