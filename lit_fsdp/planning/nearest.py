@@ -65,12 +65,13 @@ def find_nearest(candidates: Sequence[Candidate], trials: Trials, hardware: Hard
     shorter rows. What has all changes of a nearer one, and more, is left out.
 
     Args:
-        candidates: Of a search, the configured one first.
+        candidates: Of a search, the configured one first: that is no answer, though it may fit by the closed form where
+            a trace says that it does not.
         trials: Of the same step.
         hardware: To estimate times for.
         device_bytes: Memory of a GPU.
     """
-    fitting = [candidate for candidate in candidates if candidate.fits]
+    fitting = [candidate for candidate in candidates if candidate.fits and candidate.changes]
     fitting.sort(key=lambda candidate: (len(candidate.changes), candidate.time.step_s))
 
     def list_all() -> Iterator[Near]:

@@ -309,6 +309,17 @@ def test_more_gpus_in_each_node_are_named_beside_more_nodes() -> None:
     assert [near.changes for near in find_nearest([], trials, hardware, 1)] == [{"devices": 8, "nodes": 4}]
 
 
+def test_what_is_configured_is_no_answer_where_a_trace_says_that_it_does_not_fit() -> None:
+    def make(changes: dict[str, Any], step_s: float) -> Any:
+        time = SimpleNamespace(step_s=step_s)
+        return SimpleNamespace(changes=changes, fits=True, keeps_result=True, time=time, needed_bytes=1, host_bytes=0)
+
+    candidates = [make({}, 1.0), make({"a": 1}, 2.0), make({"b": 1}, 1.5), make({"c": 1}, 3.0)]
+    unused: Any = None
+    found = find_nearest(candidates, unused, unused, 1)
+    assert [near.changes for near in found] == [{"b": 1}, {"a": 1}, {"c": 1}]
+
+
 def test_numbers_of_ranks_that_no_mesh_can_have_are_left_out_of_a_range() -> None:
     time = SimpleNamespace(step_s=1.0, tokens_per_s_per_gpu=1.0)
     trials: Any = SimpleNamespace(
