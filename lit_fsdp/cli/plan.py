@@ -199,7 +199,8 @@ class PlanTrainer(PlannedTrainer):
             if knobs is not None:
                 sections.append(knobs)
                 described[knobs.name] = knobs.numbers
-            page = render_plan(self.run_title, found, device_bytes, sections, candidates, _choose(candidates))
+            chosen = _choose(candidates)
+            page = render_plan(self.run_title, found, device_bytes, sections, candidates, chosen, speed_unit)
             _write_files(asked.out, found, described, device_bytes, page)
         return candidates
 
@@ -211,8 +212,9 @@ class PlanTrainer(PlannedTrainer):
             steps: Steps = prepare_variants(self, model, datamodule)
             return steps, *search_steps(self, steps, datamodule, asked.hardware, asked.device_bytes)
         if asked.questions or asked.out is not None:
-            return prepare_variants(self, model, datamodule, keeps_result=asked.out is None, searches=False), [], ""
-        return [(prepare_step(self, model, datamodule), {})], [], ""
+            steps = prepare_variants(self, model, datamodule, keeps_result=asked.out is None, searches=False)
+            return steps, [], "tokens/s"
+        return [(prepare_step(self, model, datamodule), {})], [], "tokens/s"
 
     def _find_nearest(
         self,

@@ -22,6 +22,7 @@ def render_plan(
     sections: Sequence[Section],
     candidates: Sequence[Candidate],
     chosen: Candidate | None,
+    speed_unit: str = "tokens/s",
 ) -> str:
     """Return the page: no script, no other file.
 
@@ -32,10 +33,11 @@ def render_plan(
         sections: Answers, shown before the details.
         candidates: Of a search, the configured one first; none if there was no search.
         chosen: The one that it takes, if any fits.
+        speed_unit: That of what the search took for tokens.
     """
     parts = [make_memory_section(plan, device_bytes)]
     if candidates and device_bytes is not None:
-        parts.append(make_frontier_section(candidates, chosen, device_bytes))
+        parts.append(make_frontier_section(candidates, chosen, device_bytes, speed_unit))
     parts += [*sections, make_speed_section(plan), Section(title="Notes", name="notes", notes=list(plan.notes))]
     status, message = "planned", "no GPU was named, so nothing says whether it fits"
     if device_bytes is not None:
@@ -53,7 +55,9 @@ def render_plan(
     return render_html(report)
 
 
-def make_frontier_section(candidates: Sequence[Candidate], chosen: Candidate | None, device_bytes: int) -> Section:
+def make_frontier_section(
+    candidates: Sequence[Candidate], chosen: Candidate | None, device_bytes: int, speed_unit: str
+) -> Section:
     """Return speed against memory of all that a search shows, and the settings behind each point."""
     groups = [
         ("the same training", [c for c in candidates if c.keeps_result]),
@@ -68,7 +72,7 @@ def make_frontier_section(candidates: Sequence[Candidate], chosen: Candidate | N
             curves.append(Curve(label=label, x=[x for x, _ in points], y=[y for _, y in points]))
     plot = Plot(
         title="Memory against speed",
-        x_label="tokens/s",
+        x_label=speed_unit,
         y_label="GiB needed, with headroom",
         curves=curves,
         levels=[(f"{device_bytes / _GIB:.1f} GiB: the GPU", device_bytes / _GIB)],
@@ -85,7 +89,7 @@ def make_frontier_section(candidates: Sequence[Candidate], chosen: Candidate | N
                 "yes" if candidate.keeps_result else "no",
             ]
         )
-    columns = ["settings (* chosen)", "needs GiB", "step s", "tokens/s", "trains the same"]
+    columns = ["settings (* chosen)", "needs GiB", "step s", speed_unit, "trains the same"]
     table = Table(title="What the search shows", columns=columns, rows=rows)
     return Section(title="Search", name="search", tables=[table], plots=[plot])
 
