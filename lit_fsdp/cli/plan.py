@@ -124,10 +124,10 @@ class PlanTrainer(PlannedTrainer):
             method: Train all of the model (full), adapters (lora), or adapters over 4-bit weights (qlora).
             seq_length: Tokens of a row, `data.seq_length`.
             device_memory: Of one GPU, with a unit, such as 16GiB: says whether the step fits, with what the allocator
-                takes beside tensors, and with CUDA and NCCL. By default that of `gpu`.
+                takes beside tensors, and with CUDA and NCCL. By default that of `gpu`, or less as fsdp2_auto says.
             gpu: Such as "RTX 4090" or "H100 SXM": estimates the time of a step as well.
             link: What connects the GPUs, inside a node and between nodes, such as "pcie4" or "nvlink4,ib400x8", or a
-                comm.json of `bench comm`. By default what usually connects such GPUs.
+                comm.json of `bench comm`. By default that of fsdp2_auto, or else what usually connects such GPUs.
             exact: Follow the step operator by operator on tensors without values: some seconds to minutes, for any
                 model. Otherwise it is counted from what the model is made of, in a moment, where that can be.
             search: Try other settings, and show which fit, the fastest first. Without `gpu`, speed is that of a usual
@@ -141,15 +141,17 @@ class PlanTrainer(PlannedTrainer):
             out: Folder for the page `plan.html`, `plan.json` and the picture `plan.png`. By default nothing is written.
         """
         _check_search(search=search, exact=exact, write=write)
+        limit = getattr(self.strategy, "device_bytes", None)  # ``device_memory`` of fsdp2_auto
         try:
             device_bytes = None if device_memory is None else parse_memory(device_memory)
-            hardware = choose_hardware(
-                gpu, link, device_bytes=device_bytes, ranks_per_node=self.num_devices, search=search
-            )
+            if gpu is None and device_bytes is None:
+                device_bytes = limit
+            hardware = self._choose_hardware(gpu, link, device_bytes=device_bytes, search=search)
         except ValueError as error:  # not of the strategy, which may have settings of these names
             raise ConfigError(str(error)) from None
         if gpu is not None and device_bytes is None and hardware is not None:
-            device_bytes = round(hardware.gpu.usable_gib * 2**30)
+            usable = round(hardware.gpu.usable_gib * 2**30)
+            device_bytes = usable if limit is None else min(usable, limit)
         questions = Questions(
             longest=longest, largest=largest, cheapest=cheapest, all_ranks=self.asked_ranks, prices=_read(prices)
         )
@@ -167,6 +169,14 @@ class PlanTrainer(PlannedTrainer):
         candidates = self._answer(asked, model, datamodule, others)
         if write is not None:
             self._write_config(write, choose(candidates))
+
+    def _choose_hardware(
+        self, gpu: str | None, link: str | None, *, device_bytes: int | None, search: bool
+    ) -> Hardware | None:
+        """Return what :func:`choose_hardware` does, with the links that ``fsdp2_auto`` is told where no option is."""
+        found = choose_hardware(gpu, link, device_bytes=device_bytes, ranks_per_node=self.num_devices, search=search)
+        links = getattr(self.strategy, "links", None)
+        return found if found is None or link is not None or links is None else replace(found, links=links)
 
     def _answer(
         self, asked: _Asked, model: LightningModule, datamodule: LightningDataModule | None, other_gpus: Sequence[str]
@@ -233,9 +243,7 @@ class PlanTrainer(PlannedTrainer):
             hardware: To estimate times for; by default a usual GPU of this size.
             device_bytes: Memory of a GPU.
         """
-        chosen = hardware or choose_hardware(
-            None, None, device_bytes=device_bytes, ranks_per_node=self.num_devices, search=True
-        )
+        chosen = hardware or self._choose_hardware(None, None, device_bytes=device_bytes, search=True)
         assert chosen is not None
         steps = prepare_variants(self, spare, datamodule)
         found = candidates or search_steps(self, steps, datamodule, chosen, device_bytes)[0]

@@ -211,6 +211,19 @@ def test_the_cheapest_gpus_come_first_and_fit(folder: Path) -> None:
 
 
 @pytest.mark.full
+def test_memory_and_links_that_the_strategy_is_told_are_those_of_the_plan(folder: Path) -> None:
+    strategy = {"class_path": "lit_fsdp.AutoFSDP2Strategy", "init_args": {"device_memory": "5GiB", "link": "pcie3x4"}}
+    (folder / "auto.yaml").write_text(yaml.safe_dump({"trainer": {"strategy": strategy}}))
+    files = ["--config=run.yaml", "--config=auto.yaml", "--devices=2"]
+    told = plan(*files, GPU)
+    assert told["device"]["memory_bytes"] == 5 * 2**30
+    assert any(note.startswith("pcie3x4: collectives achieve") for note in told["notes"])
+    found = plan(*files, "--search=true")  # nothing more has to be said
+    assert found["device"]["memory_bytes"] == 5 * 2**30
+    assert found["search"]["chosen"] is not None
+
+
+@pytest.mark.full
 def test_one_card_and_copies_are_set_beside_several(capfd: pytest.CaptureFixture[str]) -> None:
     plan("--config=run.yaml", "--devices=4", GPU)
     lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("what if: ")]
