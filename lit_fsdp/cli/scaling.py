@@ -95,8 +95,8 @@ def bench_scaling(
         reports: A `report.json`, or a list of them, to compare instead of running anything.
         link: What connects the ranks, best the `comm.json` of `bench comm`, as `plan --link` takes it. Then only the
             first of `ranks` runs, or its report is given. From its speed it is predicted what one card, copies,
-            shards, `no_sync` and fewer bits would do with as many cards as the last of `ranks`, on each of
-            `trainer.num_nodes`; with the lines to set.
+            shards, `no_sync` and fewer bits would do with as many cards as the last of `ranks`, here or not,
+            on each of `trainer.num_nodes`; with the lines to set.
         out: Folder for `scaling.json` and the plot `scaling.png`. By default nothing is written.
     """
     if link is not None and config is None:
@@ -106,7 +106,8 @@ def bench_scaling(
     if out is not None:
         check_out_folder(out)
     if link is not None:
-        _predict(_list(config), _choose_ranks(ranks), steps, _list(options), _list(reports), link, out)
+        counts = _choose_ranks(ranks, num_run=0 if reports else 1)
+        _predict(_list(config), counts, steps, _list(options), _list(reports), link, out)
         return 0
     if reports is not None:
         for name, value, default in (("ranks", ranks, None), ("steps", steps, _STEPS), ("options", options, None)):
@@ -173,7 +174,8 @@ def _list(given: list[str] | str | None) -> list[str]:
     return [given] if isinstance(given, str) else given or []
 
 
-def _choose_ranks(given: str | None) -> list[int]:
+def _choose_ranks(given: str | None, *, num_run: int | None = None) -> list[int]:
+    """Return numbers of ranks, of which the first ``num_run`` shall run, by default all."""
     if is_torchrun(os.environ):
         raise ConfigError(
             "bench scaling starts its runs itself: run it without torchrun, or compare reports with --reports"
@@ -185,8 +187,8 @@ def _choose_ranks(given: str | None) -> list[int]:
         ranks = [int(part) for part in parts if part.isdecimal()]
         if len(ranks) < len(parts) or min(ranks) < 1 or len(set(ranks)) < len(ranks):
             raise ConfigError(f"ranks: got {given!r}: expected different numbers from 1 on, such as 1,2,4")
-    if num_gpus and max(ranks) > num_gpus:
-        raise ConfigError(f"ranks: got {max(ranks)}: this node has {num_gpus} GPUs")
+    if num_gpus and (most := max(ranks[:num_run], default=0)) > num_gpus:
+        raise ConfigError(f"ranks: got {most}: this node has {num_gpus} GPU{'s' * (num_gpus > 1)}")
     return ranks
 
 

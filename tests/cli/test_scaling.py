@@ -77,6 +77,25 @@ def test_what_cannot_be_compared_is_refused_in_one_line(
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ranks=1,4"], "ranks: got 4: this node has 1 GPU\n"),
+        (["--ranks=2,4", "--link=pcie44"], "ranks: got 2: this node has 1 GPU\n"),
+        (["--ranks=1,4", "--link=pcie44"], "link: got 'pcie44'"),
+        (["--ranks=2,4", "--link=pcie44", "--reports=a.json"], "link: got 'pcie44'"),
+    ],
+    ids=str,
+)
+def test_only_ranks_that_run_have_to_be_here(
+    options: list[str], message: str, in_a_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    write_run(in_a_folder)
+    assert main(["bench", "scaling", "--config=run.yaml", *options]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
 def test_a_report_without_speed_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "report.json"
     path.write_text(json.dumps({"sections": {"speed": {"title": "Speed", "error": "failed"}}}))
