@@ -69,8 +69,9 @@ class AutoFSDP2Strategy(FSDP2Strategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        if self.lightning_module is not None and find_roots(self.lightning_module):
-            self._use(get_used_settings(self.lightning_module, self.settings.mesh))  # as it is sharded already
+        if (module := self.lightning_module) is not None:
+            # As it is sharded already; else not with what an earlier fit chose, of another module or accumulation.
+            self._use(get_used_settings(module, self.settings.mesh) if find_roots(module) else self._configured)
         super().setup(trainer)
 
     @override

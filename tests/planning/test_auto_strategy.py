@@ -13,6 +13,8 @@ from training import EVEN, GLOBAL_BATCH, LENGTH, Recorder, Rows, build_task, bui
 
 from lit_fsdp import AutoFSDP2Strategy, FSDP2Strategy, Mesh
 from lit_fsdp.sharding.mesh import get_fsdp_mesh
+from lit_fsdp.sharding.settings import Settings
+from lit_fsdp.sharding.shard import Sharding
 from ranks import run_ranks
 
 MODEL = {**EVEN, "hidden_size": 128, "intermediate_size": 512}
@@ -139,6 +141,17 @@ def warn(folder: Path) -> None:
 
 def test_what_fits_without_headroom_only_is_tried_with_a_warning(tmp_path: Path) -> None:
     run_ranks(warn, save_model(tmp_path / "model", **MODEL), world_size=1)
+
+
+def fit_after_one_that_held_gradients(folder: Path) -> None:
+    strategy = AutoFSDP2Strategy()
+    strategy.settings = Settings(sharding=Sharding(no_sync=True))  # as a fit before chose, which accumulated
+    fit(folder, strategy)
+    assert not strategy.settings.sharding.no_sync
+
+
+def test_what_an_earlier_fit_chose_is_not_refused_beside_another_accumulation(tmp_path: Path) -> None:
+    run_ranks(fit_after_one_that_held_gradients, save_model(tmp_path / "model", **MODEL), world_size=1)
 
 
 def test_settings_that_cannot_work_are_refused_at_once() -> None:
