@@ -145,10 +145,10 @@ def choose(candidates: Sequence[Candidate]) -> Candidate | None:
     """
     configured, *others = candidates
     fitting = [candidate for candidate in others if candidate.fits]
-    best = next((c for c in fitting if c.keeps_result), None) or next(iter(fitting), None)
+    best = next((c for c in fitting if c.keeps_result), None)
     if configured.fits and (best is None or configured.time.step_s < 1.02 * best.time.step_s):
         return configured
-    return best
+    return best or next(iter(fitting), None)
 
 
 def list_changes(given: Settings, tried: Settings) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from lit_fsdp.planning.search.report import apply_changes
 from lit_fsdp.planning.search.search import Candidate, Variant, choose, search
 from lit_fsdp.planning.search.steps import splits_batch
 from lit_fsdp.planning.step_parts import MicroBatch, Ranks
+from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
 from lit_fsdp.sharding.cpu_offload import CPUOffload
 from lit_fsdp.sharding.mesh import Mesh
 from lit_fsdp.sharding.settings import PRESETS, Settings
@@ -81,6 +82,17 @@ def test_what_is_configured_stays_where_nothing_is_faster() -> None:
     assert second is not None
     assert first.changes == {"trainer.strategy.sharding.reshard_after_forward": False}
     assert second.changes == {}
+
+
+def test_what_is_configured_stays_where_of_its_training_nothing_else_fits() -> None:
+    least = Settings(activation_checkpointing=ActivationCheckpointing(mode="full"))
+    needed_bytes = search(describe(2**40, rows=1, settings=least))[0].needed_bytes
+    found = search(describe(needed_bytes, rows=1, settings=least))
+    configured, *others = found
+    assert configured.fits
+    assert not any(candidate.keeps_result for candidate in others)
+    assert any(candidate.fits and 1.02 * candidate.time.step_s < configured.time.step_s for candidate in others)
+    assert choose(found) is configured
 
 
 @pytest.mark.full
