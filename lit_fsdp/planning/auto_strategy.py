@@ -24,7 +24,16 @@ from lit_fsdp.planning.estimate import (
     measure_batch,
 )
 from lit_fsdp.planning.search.process import NotPicklableError, SearchProcess, SearchRequest, pack_request
-from lit_fsdp.planning.search.search import Candidate, Problem, Variant, choose, count_tries, format_changes, search
+from lit_fsdp.planning.search.search import (
+    Candidate,
+    Problem,
+    Variant,
+    choose,
+    count_tries,
+    find_smallest,
+    format_changes,
+    search,
+)
 from lit_fsdp.planning.step_parts import NoEstimateError, Ranks
 from lit_fsdp.planning.timing.hardware import choose_usual_gpu, find_gpu, parse_memory
 from lit_fsdp.planning.timing.links import choose_links, parse_links
@@ -106,7 +115,7 @@ class AutoFSDP2Strategy(FSDP2Strategy):
             candidates = self._search_by_traces(module, batch, problem, reason)
         chosen = choose(candidates)
         if chosen is None:
-            chosen = min(candidates, key=lambda candidate: candidate.needed_bytes)
+            chosen = find_smallest(candidates)
             self._report_missing(chosen, problem.device_bytes)
         chosen = self.broadcast(chosen)
         self._use(chosen.settings)

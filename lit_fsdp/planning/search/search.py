@@ -99,6 +99,7 @@ class Candidate:
         time: Of an optimizer step.
         compiled_s: The same in seconds, were blocks compiled too. ``None`` if they are already, or cannot be.
         fits: Whether ``needed_bytes`` are there, and ``host_bytes`` where that is known.
+        fits_host: Whether the latter are.
     """
 
     changes: Mapping[str, Any]
@@ -109,6 +110,7 @@ class Candidate:
     time: StepTime
     compiled_s: float | None
     fits: bool
+    fits_host: bool = True
 
     @property
     def keeps_result(self) -> bool:
@@ -149,6 +151,11 @@ def choose(candidates: Sequence[Candidate]) -> Candidate | None:
     if configured.fits and (best is None or configured.time.step_s < 1.02 * best.time.step_s):
         return configured
     return best or next(iter(fitting), None)
+
+
+def find_smallest(candidates: Sequence[Candidate]) -> Candidate:
+    """Return what comes nearest to fitting, where nothing does: of what the host has room for, the smallest."""
+    return min(candidates, key=lambda candidate: (not candidate.fits_host, candidate.needed_bytes))
 
 
 def list_changes(given: Settings, tried: Settings) -> dict[str, Any]:
@@ -320,6 +327,7 @@ def _estimate(problem: Problem, variant: Variant, settings: Settings, size: int)
         time=estimate_time(settings),
         compiled_s=estimate_time(replace(settings, compile=Compile())).step_s if can_compile else None,
         fits=needed_bytes <= problem.device_bytes and has_host,
+        fits_host=has_host,
     )
 
 
@@ -333,7 +341,7 @@ def _pick(candidates: Sequence[Candidate]) -> list[Candidate]:
     kept: list[Candidate] = []
     for changed, tried in trainings.items():
         fitting = [candidate for candidate in tried if candidate.fits]
-        rows = fitting[:1] or [min(tried, key=lambda candidate: candidate.needed_bytes)]
+        rows = fitting[:1] or [find_smallest(tried)]
         for candidate in fitting[1:]:
             if candidate.peak_bytes <= _SMALLER * rows[-1].peak_bytes:
                 rows.append(candidate)

@@ -21,7 +21,7 @@ from lit_fsdp.planning.closed_form.engine import StepEstimate
 from lit_fsdp.planning.closed_form.reader import UnreadableModuleError
 from lit_fsdp.planning.estimate import ModelToTrain
 from lit_fsdp.planning.search.report import apply_changes
-from lit_fsdp.planning.search.search import Candidate, Variant, choose, search
+from lit_fsdp.planning.search.search import Candidate, Variant, choose, find_smallest, search
 from lit_fsdp.planning.search.steps import splits_batch
 from lit_fsdp.planning.step_parts import MicroBatch, Ranks
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
@@ -137,6 +137,15 @@ def test_masks_are_those_of_the_size_that_is_tried() -> None:
     plain, masked = (search(replace(problem, measure=m))[1:] for m in (None, measure))
     sizes = [max(c.peak_bytes for c in found if c.changes.get("data.batch_size") == 4) for found in (plain, masked)]
     assert sizes[1] > sizes[0]
+
+
+def test_offload_that_the_host_has_no_room_for_is_not_what_comes_nearest() -> None:
+    problem = describe(1, rows=1, tries_optimizers=False)
+    (smallest, on_device) = (find_smallest(search(replace(problem, host_bytes=size))) for size in (None, 0))
+    assert smallest.host_bytes > 0 == on_device.host_bytes
+    # With all that saves memory, which the configured step has not.
+    assert on_device.changes == {"trainer.strategy.activation_checkpointing.mode": "full"}
+    assert smallest.needed_bytes < on_device.needed_bytes
 
 
 @pytest.mark.full
