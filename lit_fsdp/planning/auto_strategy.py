@@ -200,7 +200,7 @@ class AutoFSDP2Strategy(FSDP2Strategy):
             hardware=hardware,
             device_bytes=device_bytes,
             device_type=self.root_device.type,
-            host_bytes=_count_host_bytes(),
+            host_bytes=min(gather_objects(_count_host_bytes())),  # else ranks would differ about what fits
         )
         return problem, reason
 

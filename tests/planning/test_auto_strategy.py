@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from training import EVEN, GLOBAL_BATCH, LENGTH, Recorder, Rows, build_task, build_trainer, save_model
 
 from lit_fsdp import AutoFSDP2Strategy, FSDP2Strategy, Mesh
+from lit_fsdp.planning.search.search import Problem
 from lit_fsdp.sharding.mesh import get_fsdp_mesh
 from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.shard import Sharding
@@ -141,6 +142,25 @@ def warn(folder: Path) -> None:
 
 def test_what_fits_without_headroom_only_is_tried_with_a_warning(tmp_path: Path) -> None:
     run_ranks(warn, save_model(tmp_path / "model", **MODEL), world_size=1)
+
+
+def choose_on_unequal_hosts(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("lit_fsdp.planning.auto_strategy._count_host_bytes", lambda: (8 - 4 * dist.get_rank()) * 2**30)
+    seen = []
+
+    def note(problem: Problem) -> None:
+        seen.append(problem.host_bytes)
+        raise ValueError("noted")
+
+    patch.setattr("lit_fsdp.planning.auto_strategy.search", note)
+    with pytest.raises(ValueError, match="noted"):
+        fit(folder, AutoFSDP2Strategy())
+    assert seen == [4 * 2**30]
+
+
+def test_all_ranks_choose_for_the_host_with_the_least_memory(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        run_ranks(choose_on_unequal_hosts, save_model(tmp_path / "model", **MODEL), patch)
 
 
 def fit_after_one_that_held_gradients(folder: Path) -> None:
