@@ -212,7 +212,7 @@ def _assess(
     compute = strategy.precision_plugin.mixed_precision.build_policy().param_dtype
     units = ([parameters[name] for name in unit.parameters if name in parameters] for unit in plan)
     sizes = [count_gathered_bytes(own, compute) for own in units]
-    rows = {t.shape[0] for t in tree_iter(batch) if isinstance(t, Tensor) and t.dim()}
+    data = get_data_module(module.trainer)
     return Situation(
         held=held,
         reserved=reserved,
@@ -225,13 +225,24 @@ def _assess(
         gathered_bytes=sum(sizes),
         largest_unit_bytes=max(sizes, default=0),
         parameter_bytes=stored.pop() if len(stored) == 1 else 0,
-        micro_batch_size=rows.pop() if len(rows) == 1 else 0,
+        batch_size=_get_batch_size(data, batch),
+        has_global_batch=getattr(data, "global_batch_size", None) is not None,
         can_add_adapters=_is_unset(module, "lora"),
         can_quantize=_is_unset(module, "quantization"),
-        has_seq_length=hasattr(get_data_module(module.trainer), "seq_length"),
+        has_seq_length=hasattr(data, "seq_length"),
         optimizer_name=own.name if (own := getattr(module, "optimizer_settings", None)) is not None else None,
         is_gpu=strategy.root_device.type == "cuda",
     )
+
+
+def _get_batch_size(data: object, batch: Any) -> int:
+    """Return the setting: a pair is two rows of a batch. Without one the rows; 0 where they differ or frames decide."""
+    if getattr(data, "max_frames_per_batch", None) is not None:
+        return 0
+    if isinstance(size := getattr(data, "batch_size", None), int):
+        return size
+    rows = {t.shape[0] for t in tree_iter(batch) if isinstance(t, Tensor) and t.dim()}
+    return rows.pop() if len(rows) == 1 else 0
 
 
 def _is_unset(module: LightningModule, name: str) -> bool | None:

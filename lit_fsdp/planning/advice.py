@@ -27,7 +27,8 @@ class Situation:
         gathered_bytes: Of all units at once, in the dtype of compute.
         largest_unit_bytes: The largest of them.
         parameter_bytes: Of one element as it is stored; 0 if there are several dtypes.
-        micro_batch_size: Samples of this rank in a micro-batch; 0 if that is not known.
+        batch_size: The setting ``data.batch_size``; 0 if that is not known, or does not decide.
+        has_global_batch: Whether ``data.global_batch_size`` decides how many micro-batches a step has.
         can_add_adapters: Whether the task has a setting ``lora`` that is not used; ``None`` if it has none at all.
         can_quantize: Likewise ``quantization``.
         has_seq_length: Whether the data has a setting ``seq_length``.
@@ -46,7 +47,8 @@ class Situation:
     gathered_bytes: int
     largest_unit_bytes: int
     parameter_bytes: int
-    micro_batch_size: int
+    batch_size: int
+    has_global_batch: bool = False
     can_add_adapters: bool | None = None
     can_quantize: bool | None = None
     has_seq_length: bool = True
@@ -96,11 +98,14 @@ def _keep_result(now: Situation) -> Iterator[Suggestion]:
             saved_bytes=activations * (now.num_blocks - 1) // now.num_blocks,  # one block at a time is computed again
             cost="forward of each block runs twice: about a third more compute",
         )
-    if (size := now.micro_batch_size) >= 2:
+    if (size := now.batch_size) >= 2:
+        parts = next(n for n in range(2, size + 1) if size % n == 0)  # fewest that make up the same step
+        times = "twice" if parts == 2 else f"{parts} times"
+        more = "" if now.has_global_batch else f", with {times} the trainer.accumulate_grad_batches"
         yield Suggestion(
-            setting=f"data.batch_size: {size // 2} (now {size}), with twice the trainer.accumulate_grad_batches",
-            saved_bytes=activations * (size - size // 2) // size,
-            cost="every unit is gathered twice as often in a step",
+            setting=f"data.batch_size: {size // parts} (now {size}){more}",
+            saved_bytes=activations * (parts - 1) // parts,
+            cost=f"every unit is gathered {times} as often in a step",
         )
     if reshard is not True and now.num_shards > 1:
         saved = now.gathered_bytes - 2 * now.largest_unit_bytes
@@ -145,7 +150,7 @@ def _keep_result(now: Situation) -> Iterator[Suggestion]:
 
 def _change_result(now: Situation) -> Iterator[Suggestion]:
     suggest, state = partial(Suggestion, keeps_result=False), _sum_held(now, "optimizer_state")
-    if now.micro_batch_size == 1 and now.has_seq_length:
+    if now.batch_size == 1 and now.has_seq_length:
         yield suggest(
             setting="data.seq_length: half of it",
             saved_bytes=_sum_held(now, "activations", "rest") // 2,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from launches import fork_ranks, write_run
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader
 from training import build_trainer
@@ -134,6 +134,57 @@ def test_an_evaluation_of_its_own_is_named(command: str, phase: str, tmp_path: P
         getattr(trainer, command)(Eater(), DataLoader(torch.ones(2, 4)))
     report = (tmp_path / "out_of_memory.md").read_text()
     assert report.startswith(f"# Out of memory on rank 0 of 1, in {phase}, step 1\n")
+
+
+class Pairs(LightningDataModule):
+    """Each pair is two rows of a batch."""
+
+    batch_size = 4
+    max_frames_per_batch: int | None = None
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(torch.ones(8, 4), batch_size=2 * self.batch_size)
+
+
+class FullLinear(Eater):
+    """Has no memory left in its first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.ballast = torch.ones(2**23)
+        self.eat()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fail_in_full(folder: Path, frames: int | None) -> str:
+    """Return the report of a step whose batch has 8 rows of 4 pairs."""
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    trainer = Trainer(
+        accelerator="cpu", strategy=FSDP2Strategy(), callbacks=[OOMReport(fallback_dir=str(folder))], **quiet
+    )
+    data = Pairs()
+    data.max_frames_per_batch = frames
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.fit(FullLinear(), data)
+    return (folder / "out_of_memory.md").read_text()
+
+
+def read_advice(folder: Path) -> None:
+    said = fail_in_full(folder, None)
+    assert "| data.batch_size: 2 (now 4), with twice the trainer.accumulate_grad_batches |" in said
+    # Frames decide how many rows there are, whatever the setting.
+    said = fail_in_full(folder, 100)
+    assert "| setting | saves about" in said
+    assert "data.batch_size" not in said
+
+
+def test_the_batch_that_is_advised_is_that_of_the_setting(tmp_path: Path) -> None:
+    run_ranks(read_advice, tmp_path, world_size=1)
 
 
 def test_the_history_of_an_allocator_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ NOW = Situation(
     gathered_bytes=4 * GB,
     largest_unit_bytes=GB // 4,
     parameter_bytes=4,
-    micro_batch_size=8,
+    batch_size=8,
     can_add_adapters=True,
     can_quantize=True,
 )
@@ -93,9 +93,7 @@ def test_one_copy_is_advised_with_a_mesh_that_the_same_ranks_can_have(mesh: Mesh
 def test_what_is_set_already_is_not_suggested() -> None:
     settings = Settings(activation_checkpointing=ActivationCheckpointing(mode="full"), cpu_offload=CPUOffload())
     found = suggest(
-        replace(
-            NOW, settings=settings, micro_batch_size=0, can_add_adapters=False, can_quantize=None, parameter_bytes=2
-        )
+        replace(NOW, settings=settings, batch_size=0, can_add_adapters=False, can_quantize=None, parameter_bytes=2)
     )
     assert set(found) == {"twice the ranks (now 4)", "model.optimizer.name"}
     small = replace(NOW, held={**HELD, "optimizer_state": GB // 2})  # type: ignore[arg-type]  # 2 bytes each
@@ -103,9 +101,21 @@ def test_what_is_set_already_is_not_suggested() -> None:
 
 
 def test_a_single_sample_can_only_get_shorter() -> None:
-    found = suggest(replace(NOW, micro_batch_size=1))
+    found = suggest(replace(NOW, batch_size=1))
     assert found["data.seq_length"] == 4 * GB
     assert "data.batch_size" not in found
+
+
+@pytest.mark.parametrize(("size", "parts"), [(8, 2), (9, 3), (7, 7)])
+def test_smaller_batches_make_up_the_same_step(size: int, parts: int) -> None:
+    (found,) = (s for s in suggest_settings(replace(NOW, batch_size=size)) if s.setting.startswith("data.batch_size"))
+    times = "twice" if parts == 2 else f"{parts} times"
+    smaller = f"data.batch_size: {size // parts} (now {size})"
+    assert found.setting == f"{smaller}, with {times} the trainer.accumulate_grad_batches"
+    assert found.saved_bytes == 8 * GB * (parts - 1) // parts
+    # There the accumulation follows, and is refused as a setting.
+    decided = suggest_settings(replace(NOW, batch_size=size, has_global_batch=True))
+    assert smaller in [suggestion.setting for suggestion in decided]
 
 
 def test_memory_lost_between_tensors_is_named() -> None:
@@ -119,6 +129,6 @@ def test_what_saves_next_to_nothing_is_left_out() -> None:
 
 
 def test_only_settings_that_there_are_are_suggested() -> None:
-    own = replace(NOW, micro_batch_size=1, has_seq_length=False, optimizer_name=None)
-    assert {"data.seq_length", "model.optimizer.name"} <= suggest(replace(NOW, micro_batch_size=1)).keys()
+    own = replace(NOW, batch_size=1, has_seq_length=False, optimizer_name=None)
+    assert {"data.seq_length", "model.optimizer.name"} <= suggest(replace(NOW, batch_size=1)).keys()
     assert not {"data.seq_length", "model.optimizer.name"} & suggest(own).keys()
