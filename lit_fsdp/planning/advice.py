@@ -55,6 +55,11 @@ class Situation:
     optimizer_name: str | None = "adamw"
     is_gpu: bool = True
 
+    @property
+    def num_ranks(self) -> int:
+        """All of them."""
+        return self.num_shards * self.num_replicas * self.settings.mesh.tensor
+
 
 @dataclass(frozen=True, kw_only=True)
 class Suggestion:
@@ -136,11 +141,13 @@ def _keep_result(now: Situation) -> Iterator[Suggestion]:
             cost="that much host memory, more where it is pinned; every step copies the shards up and "
             "the gradients down, AdamW runs on the CPU",
         )
-    yield Suggestion(
-        setting=f"twice the ranks (now {now.num_shards * now.num_replicas})",
-        saved_bytes=states // 2,
-        cost="as many more GPUs",
-    )
+    if (shard := settings.mesh.shard) in (-1, "node"):  # a number stays what it is on any number of ranks
+        own = f" of each node (now {now.num_shards * settings.mesh.tensor})"
+        yield Suggestion(
+            setting="twice the ranks" + (own if shard == "node" else f" (now {now.num_ranks})"),
+            saved_bytes=states // 2,
+            cost="as many more GPUs",
+        )
     yield Suggestion(
         setting="environment variable PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
         saved_bytes=now.reserved,

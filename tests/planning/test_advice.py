@@ -106,6 +106,23 @@ def test_a_single_sample_can_only_get_shorter() -> None:
     assert "data.batch_size" not in found
 
 
+@pytest.mark.parametrize(
+    ("mesh", "said"),
+    [
+        (Mesh(replicate=2), "twice the ranks (now 8)"),
+        (Mesh(tensor=2, replicate=2), "twice the ranks (now 16)"),
+        (Mesh(replicate=-1, shard="node"), "twice the ranks of each node (now 4)"),
+        (Mesh(replicate=-1, shard=4), None),
+        (Mesh(replicate=-1, shard=1), None),
+    ],
+    ids=str,
+)
+def test_more_ranks_are_named_where_shards_get_smaller_with_them(mesh: Mesh, said: str | None) -> None:
+    found = suggest_settings(replace(NOW, settings=Settings(mesh=mesh), num_replicas=2))
+    names = [suggestion.setting for suggestion in found if suggestion.setting.startswith("twice")]
+    assert names == ([] if said is None else [said])
+
+
 @pytest.mark.parametrize(("size", "parts"), [(8, 2), (9, 3), (7, 7)])
 def test_smaller_batches_make_up_the_same_step(size: int, parts: int) -> None:
     (found,) = (s for s in suggest_settings(replace(NOW, batch_size=size)) if s.setting.startswith("data.batch_size"))
