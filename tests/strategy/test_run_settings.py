@@ -78,7 +78,7 @@ def test_each_setting_that_differs_is_said_in_a_line(checkpoint_format: str, tmp
         fit(
             out,
             load=path,
-            strategy={**strategy, "mixed_precision": MixedPrecision(reduce_dtype="float64")},
+            strategy={**strategy, "mixed_precision": MixedPrecision(reduce_dtype="float32")},
             seed=1,
             samples=2 * SAMPLES,
             precision="bf16-mixed",
@@ -94,7 +94,7 @@ def test_each_setting_that_differs_is_said_in_a_line(checkpoint_format: str, tmp
         "batch_size": (8, 4),
         "accumulate_grad_batches": (1, 4),
         "gradient_clip_val": (0, 0.5),
-        "mixed_precision.reduce_dtype": ("None", "float64"),
+        "mixed_precision.reduce_dtype": ("None", "float32"),
         "max_epochs": (1, 2),
         "SGD.lr": (0.01, 0.02),
     }
