@@ -227,6 +227,7 @@ def _assess(
         parameter_bytes=stored.pop() if len(stored) == 1 else 0,
         batch_size=_get_batch_size(data, batch),
         has_global_batch=getattr(data, "global_batch_size", None) is not None,
+        is_sum_of_rows=getattr(module, "is_sum_of_rows", True),
         can_add_adapters=_is_unset(module, "lora"),
         can_quantize=_is_unset(module, "quantization"),
         has_seq_length=hasattr(data, "seq_length"),

@@ -29,6 +29,7 @@ class Situation:
         parameter_bytes: Of one element as it is stored; 0 if there are several dtypes.
         batch_size: The setting ``data.batch_size``; 0 if that is not known, or does not decide.
         has_global_batch: Whether ``data.global_batch_size`` decides how many micro-batches a step has.
+        is_sum_of_rows: Whether micro-batches of other sizes that make up the same step compute the same.
         can_add_adapters: Whether the task has a setting ``lora`` that is not used; ``None`` if it has none at all.
         can_quantize: Likewise ``quantization``.
         has_seq_length: Whether the data has a setting ``seq_length``.
@@ -49,6 +50,7 @@ class Situation:
     parameter_bytes: int
     batch_size: int
     has_global_batch: bool = False
+    is_sum_of_rows: bool = True
     can_add_adapters: bool | None = None
     can_quantize: bool | None = None
     has_seq_length: bool = True
@@ -111,6 +113,7 @@ def _keep_result(now: Situation) -> Iterator[Suggestion]:
             setting=f"data.batch_size: {size // parts} (now {size}){more}",
             saved_bytes=activations * (parts - 1) // parts,
             cost=f"every unit is gathered {times} as often in a step",
+            keeps_result=now.is_sum_of_rows,
         )
     if reshard is not True and now.num_shards > 1:
         saved = now.gathered_bytes - 2 * now.largest_unit_bytes

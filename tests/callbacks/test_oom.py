@@ -177,6 +177,11 @@ def fail_in_full(folder: Path, frames: int | None) -> str:
 def read_advice(folder: Path) -> None:
     said = fail_in_full(folder, None)
     assert "| data.batch_size: 2 (now 4), with twice the trainer.accumulate_grad_batches |" in said
+    assert "another result" not in next(line for line in said.splitlines() if "data.batch_size" in line)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FullLinear, "is_sum_of_rows", False, raising=False)  # such as a mean over a batch
+        said = fail_in_full(folder, None)
+    assert "another result" in next(line for line in said.splitlines() if "data.batch_size" in line)
     # Frames decide how many rows there are, whatever the setting.
     said = fail_in_full(folder, 100)
     assert "| setting | saves about" in said

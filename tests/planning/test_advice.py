@@ -135,6 +135,12 @@ def test_smaller_batches_make_up_the_same_step(size: int, parts: int) -> None:
     assert smaller in [suggestion.setting for suggestion in decided]
 
 
+def test_smaller_batches_of_a_loss_that_compares_rows_are_another_training() -> None:
+    for is_sum in (True, False):
+        found = suggest_settings(replace(NOW, is_sum_of_rows=is_sum))
+        assert [s.keeps_result for s in found if s.setting.startswith("data.batch_size")] == [is_sum]
+
+
 def test_memory_lost_between_tensors_is_named() -> None:
     assert suggest(replace(NOW, reserved=GB))["environment variable PYTORCH_CUDA_ALLOC_CONF=expandable_segments"] == GB
 
