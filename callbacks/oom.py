@@ -37,6 +37,7 @@ from lit_fsdp.strategy.retried_step import check_retries
 
 _GIB = 2**30
 _EVALUATIONS: dict[TrainerFn | None, str] = {TrainerFn.TESTING: "test", TrainerFn.PREDICTING: "predict"}
+_EVALUATING = ("validation", *_EVALUATIONS.values())
 
 
 class OOMReport(Callback):
@@ -164,7 +165,7 @@ class OOMReport(Callback):
         lines += _list_largest(trainer, module, device, self.num_tensors)
         strategy = trainer.strategy
         if isinstance(strategy, FSDP2Strategy) and strategy.plan:
-            situation = _assess(strategy, module, held, reserved, batch)
+            situation = _assess(strategy, module, held, reserved, batch, is_evaluating=self._phase in _EVALUATING)
             lines += ["", "## What would help", "", *_list_suggestions(suggest_settings(situation))]
             if self._phase in ("forward", "backward") and _could_retry(strategy, module):
                 again = "a step that runs out of memory is redone in smaller parts, with the same result"
@@ -203,7 +204,13 @@ def _list_largest(trainer: Trainer, module: LightningModule, device: torch.devic
 
 
 def _assess(
-    strategy: FSDP2Strategy, module: LightningModule, held: dict[Kind, int], reserved: int, batch: Any
+    strategy: FSDP2Strategy,
+    module: LightningModule,
+    held: dict[Kind, int],
+    reserved: int,
+    batch: Any,
+    *,
+    is_evaluating: bool,
 ) -> Situation:
     plan, settings = strategy.plan, strategy.settings
     sizes_of_mesh = strategy.mesh_sizes
@@ -225,7 +232,8 @@ def _assess(
         gathered_bytes=sum(sizes),
         largest_unit_bytes=max(sizes, default=0),
         parameter_bytes=stored.pop() if len(stored) == 1 else 0,
-        batch_size=_get_batch_size(data, batch),
+        batch_size=_get_batch_size(data, batch, "eval_batch_size" if is_evaluating else "batch_size"),
+        is_evaluating=is_evaluating and hasattr(data, "eval_batch_size"),
         has_global_batch=getattr(data, "global_batch_size", None) is not None,
         is_sum_of_rows=getattr(module, "is_sum_of_rows", True),
         can_add_adapters=_is_unset(module, "lora"),
@@ -236,11 +244,11 @@ def _assess(
     )
 
 
-def _get_batch_size(data: object, batch: Any) -> int:
+def _get_batch_size(data: object, batch: Any, name: str) -> int:
     """Return the setting: a pair is two rows of a batch. Without one the rows; 0 where they differ or frames decide."""
-    if getattr(data, "max_frames_per_batch", None) is not None:
+    if name == "batch_size" and getattr(data, "max_frames_per_batch", None) is not None:
         return 0
-    if isinstance(size := getattr(data, "batch_size", None), int):
+    if isinstance(size := getattr(data, name, None), int):
         return size
     rows = {t.shape[0] for t in tree_iter(batch) if isinstance(t, Tensor) and t.dim()}
     return rows.pop() if len(rows) == 1 else 0

@@ -27,7 +27,9 @@ class Situation:
         gathered_bytes: Of all units at once, in the dtype of compute.
         largest_unit_bytes: The largest of them.
         parameter_bytes: Of one element as it is stored; 0 if there are several dtypes.
-        batch_size: The setting ``data.batch_size``; 0 if that is not known, or does not decide.
+        batch_size: The setting ``data.batch_size``, or ``data.eval_batch_size`` in an evaluation; 0 if that is not
+            known, or does not decide.
+        is_evaluating: Whether an evaluation has failed, and data has that setting.
         has_global_batch: Whether ``data.global_batch_size`` decides how many micro-batches a step has.
         is_sum_of_rows: Whether micro-batches of other sizes that make up the same step compute the same.
         can_add_adapters: Whether the task has a setting ``lora`` that is not used; ``None`` if it has none at all.
@@ -51,6 +53,7 @@ class Situation:
     batch_size: int
     has_global_batch: bool = False
     is_sum_of_rows: bool = True
+    is_evaluating: bool = False
     can_add_adapters: bool | None = None
     can_quantize: bool | None = None
     has_seq_length: bool = True
@@ -108,12 +111,14 @@ def _keep_result(now: Situation) -> Iterator[Suggestion]:
     if (size := now.batch_size) >= 2:
         parts = next(n for n in range(2, size + 1) if size % n == 0)  # fewest that make up the same step
         times = "twice" if parts == 2 else f"{parts} times"
-        more = "" if now.has_global_batch else f", with {times} the trainer.accumulate_grad_batches"
+        name = "data.eval_batch_size" if now.is_evaluating else "data.batch_size"
+        follows = now.is_evaluating or now.has_global_batch
+        more = "" if follows else f", with {times} the trainer.accumulate_grad_batches"
         yield Suggestion(
-            setting=f"data.batch_size: {size // parts} (now {size}){more}",
+            setting=f"{name}: {size // parts} (now {size}){more}",
             saved_bytes=activations * (parts - 1) // parts,
-            cost=f"every unit is gathered {times} as often in a step",
-            keeps_result=now.is_sum_of_rows,
+            cost=f"every unit is gathered {times} as often" + ("" if now.is_evaluating else " in a step"),
+            keeps_result=now.is_sum_of_rows or now.is_evaluating,
         )
     if reshard is not True and now.num_shards > 1:
         saved = now.gathered_bytes - 2 * now.largest_unit_bytes

@@ -139,11 +139,14 @@ def test_an_evaluation_of_its_own_is_named(command: str, phase: str, tmp_path: P
 class Pairs(LightningDataModule):
     """Each pair is two rows of a batch."""
 
-    batch_size = 4
+    batch_size, eval_batch_size = 4, 6
     max_frames_per_batch: int | None = None
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(torch.ones(8, 4), batch_size=2 * self.batch_size)
+
+    def test_dataloader(self) -> DataLoader:
+        return DataLoader(torch.ones(12, 4), batch_size=2 * self.eval_batch_size)
 
 
 class FullLinear(Eater):
@@ -157,12 +160,14 @@ class FullLinear(Eater):
         self.ballast = torch.ones(2**23)
         self.eat()
 
+    test_step = training_step
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fail_in_full(folder: Path, frames: int | None) -> str:
-    """Return the report of a step whose batch has 8 rows of 4 pairs."""
+def fail_in_full(folder: Path, frames: int | None, command: str = "fit") -> str:
+    """Return the report of a step whose batch has 8 rows of 4 pairs, or of a test with more."""
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
     trainer = Trainer(
         accelerator="cpu", strategy=FSDP2Strategy(), callbacks=[OOMReport(fallback_dir=str(folder))], **quiet
@@ -170,7 +175,7 @@ def fail_in_full(folder: Path, frames: int | None) -> str:
     data = Pairs()
     data.max_frames_per_batch = frames
     with pytest.raises(torch.OutOfMemoryError):
-        trainer.fit(FullLinear(), data)
+        getattr(trainer, command)(FullLinear(), datamodule=data)
     return (folder / "out_of_memory.md").read_text()
 
 
@@ -182,6 +187,7 @@ def read_advice(folder: Path) -> None:
         patch.setattr(FullLinear, "is_sum_of_rows", False, raising=False)  # such as a mean over a batch
         said = fail_in_full(folder, None)
     assert "another result" in next(line for line in said.splitlines() if "data.batch_size" in line)
+    assert "| data.eval_batch_size: 3 (now 6) |" in fail_in_full(folder, None, "test")
     # Frames decide how many rows there are, whatever the setting.
     said = fail_in_full(folder, 100)
     assert "| setting | saves about" in said

@@ -141,6 +141,13 @@ def test_smaller_batches_of_a_loss_that_compares_rows_are_another_training() -> 
         assert [s.keeps_result for s in found if s.setting.startswith("data.batch_size")] == [is_sum]
 
 
+def test_an_evaluation_has_a_batch_size_of_its_own() -> None:
+    found = suggest_settings(replace(NOW, is_evaluating=True, is_sum_of_rows=False))
+    (size,) = (suggestion for suggestion in found if "batch_size" in suggestion.setting)
+    assert size.setting == "data.eval_batch_size: 4 (now 8)"
+    assert size.keeps_result
+
+
 def test_memory_lost_between_tensors_is_named() -> None:
     assert suggest(replace(NOW, reserved=GB))["environment variable PYTORCH_CUDA_ALLOC_CONF=expandable_segments"] == GB
 
