@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from lit_fsdp.tasks.tts.codec.codec_12hz import Codec
+from lit_fsdp.tasks.tts.codec.codec_12hz import MODEL_TYPE, Codec
 from lit_fsdp.tasks.tts.codec.formants import SPOKEN, build_codec_config, build_small_codec
 from lit_fsdp.tasks.tts.codec.frame_codec import FrameCodec
 from lit_fsdp.tasks.tts.codec.hub_codec import is_hub_codec, load_hub_codec, measure_hub_codec
@@ -88,13 +88,16 @@ def find_codec(folder: Path) -> Path:
     if is_hub_codec(folder):
         return folder
     found = folder / CODEC_FOLDER if (folder / CODEC_FOLDER).is_dir() else folder
-    for name in (CONFIG, "model.safetensors"):
-        if not (found / name).is_file():
-            raise ValueError(
-                f"codec: {found / name} is missing: expected the folder {CODEC_FOLDER} of a Qwen3-TTS model, or a "
-                "codec of Transformers: Mimi, as CSM has it, or DAC, such as descript/dac_44khz for Dia"
-            )
-    return found
+    missing = next((name for name in (CONFIG, "model.safetensors") if not (found / name).is_file()), None)
+    problem = f"{found / str(missing)} is missing"
+    if missing is None:
+        if (kind := read_raw_config(found).get("model_type")) == MODEL_TYPE:
+            return found
+        problem = f"{found / CONFIG} is that of a model of type {kind!r}"
+    raise ValueError(
+        f"codec: {problem}: expected the folder {CODEC_FOLDER} of a Qwen3-TTS model, or a codec of Transformers: Mimi, "
+        "as CSM has it, or DAC, such as descript/dac_44khz for Dia"
+    )
 
 
 def has_codec(folder: Path) -> bool:

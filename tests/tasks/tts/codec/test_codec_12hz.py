@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from speech_golden import CODEC, FILE, fill, make_audio
 
 from lit_fsdp.tasks.tts.codec.codec_12hz import Codec
-from lit_fsdp.tasks.tts.codec.loading import load_codec
+from lit_fsdp.tasks.tts.codec.loading import check_codec, load_codec
 
 GOLDEN = load_file(FILE)
 CLIPS = [make_audio(3.2, 130.0), make_audio(1.6, 210.0)]
@@ -90,3 +90,10 @@ def test_a_codec_is_read_strictly(codec: Codec, tmp_path: Path) -> None:
     save_file(state, folder / "model.safetensors")
     with pytest.raises(ValueError, match=r"Missing key.*decoder.pre_conv.conv.bias"):
         load_codec(tmp_path)
+
+
+def test_a_model_in_the_place_of_a_codec_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "dia"}')
+    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"codec: .*config.json is that of a model of type 'dia': expected .* DAC"):
+        check_codec(str(tmp_path), "codec", num_codebooks=4, codebook_size=64)
