@@ -133,10 +133,11 @@ def _build_in(
     taken |= set(range(source.config.predictor.vocab_size)) | set(source.config.speakers.values())  # codes, and voices
     rows = range(first, first + len(names))
     if rows.start < 0 or rows.stop > len(embedding) or taken & set(rows):
+        fits = (i for i in range(len(embedding) - len(names), -1, -1) if taken.isdisjoint(range(i, i + len(names))))
+        place = next((f"such as {i}" for i in fits), "fewer speakers, as so many rows are free nowhere")
         raise ValueError(
             f"first_row: got {first}: {len(names)} voices from there on do not fit the {len(embedding)} rows of the "
-            f"codec embedding, of which {len(taken)} are codes, special, or voices already: expected such as "
-            f"{len(embedding) - len(names)}"
+            f"codec embedding, of which {len(taken)} are codes, special, or voices already: expected {place}"
         )
     for row, name in zip(rows, names, strict=True):
         embedding[row] = source.voices[name].to(embedding.dtype)

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from lit_fsdp.cli.main import main
 from lit_fsdp.cli.speak import speak_texts
 from lit_fsdp.export.out_folder import lock_out
 from lit_fsdp.tasks import TextToSpeech
+from lit_fsdp.tasks.tts import voice_export
 from lit_fsdp.tasks.tts.checkpoint import build_model, read_checkpoint
 from lit_fsdp.tasks.tts.codec.formants import build_small_codec
 from lit_fsdp.tasks.tts.families.model_types import load_speech_model
@@ -192,6 +194,20 @@ def test_exports_that_cannot_be_are_refused(run: Path, tmp_path: Path, options: 
     with pytest.raises(ValueError, match=message):
         export_voice(run, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.full
+def test_the_row_that_a_refusal_names_is_free(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As in published models, whose voices lie among the last rows.
+    found = read_checkpoint(run)
+    found = replace(found, config=replace(found.config, speakers={"ann": 1085, "bo": 1087}))
+    monkeypatch.setattr(voice_export, "read_checkpoint", lambda *_: found)
+    with pytest.raises(ValueError, match=r"2 voices from there on do not fit .*: expected such as 1083$"):
+        export_voice(run, tmp_path / "out", first_row=1085)
+    assert export_voice(run, tmp_path / "out", first_row=1083).folder.is_dir()
+    found = replace(found, voices={str(i): found.voices["kim"] for i in range(2000)})
+    with pytest.raises(ValueError, match="expected fewer speakers, as so many rows are free nowhere"):
+        export_voice(run, tmp_path / "many", first_row=1070)
 
 
 def test_the_command_speaks_into_files(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
