@@ -222,7 +222,7 @@ def write_audio(clips: Sequence[Clip], rows: Sequence[Sample], loggers: Iterable
             if add is not None:
                 add(name, clip.audio[None], step, sample_rate=clip.sample_rate)
             elif log is not None:
-                log(name, [clip.audio.numpy()], sample_rate=[clip.sample_rate], caption=[clip.transcript])
+                log(name, [clip.audio.numpy()], step, sample_rate=[clip.sample_rate], caption=[clip.transcript])
             elif folder is not None:
                 clip.write(Path(folder) / f"{name}_step{step}.wav")
         if named and add is None and log is None and folder is None:

@@ -132,13 +132,13 @@ def test_an_error_of_the_evaluation_reaches_all_ranks(
 
 def test_loggers_get_audio_as_they_take_it() -> None:
     logged: list[Any] = []
-    takes = SimpleNamespace(log_audio=lambda name, audio, **about: logged.append((name, len(audio[0]), about)))
+    takes = SimpleNamespace(log_audio=lambda name, audio, step, **a: logged.append((name, len(audio[0]), step, a)))
     clip = Clip(audio=torch.zeros(480), sample_rate=24000, transcript="hm")
     silent = Clip(audio=torch.zeros(0), sample_rate=24000)
     rows: Any = [SimpleNamespace(speaker="kim"), SimpleNamespace(speaker="lee")]
     with pytest.warns(UserWarning, match=r"SimpleNamespace takes no audio: .* in the run's report only"):
         speech_eval.write_audio([clip, silent], rows, [takes, SimpleNamespace()], 3)
-    assert logged == [("spoken/00_kim", 480, {"sample_rate": [24000], "caption": ["hm"]})]
+    assert logged == [("spoken/00_kim", 480, 3, {"sample_rate": [24000], "caption": ["hm"]})]
 
 
 def test_codec_and_transcriber_are_fetched_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
