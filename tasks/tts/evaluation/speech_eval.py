@@ -231,6 +231,9 @@ def write_audio(clips: Sequence[Clip], rows: Sequence[Sample], loggers: Iterable
 
 def _simplify(text: str) -> str:
     """Drop case and punctuation, which no voice has."""
+    # One spelling for letters with accents, which may be two characters, and for the apostrophe.
+    text = unicodedata.normalize("NFC", text).lower().replace("\N{RIGHT SINGLE QUOTATION MARK}", "'")
     # Marks, such as vowels of Hindi, are part of the letter before them.
-    kept = (c if unicodedata.category(c)[0] in "LMN" or c in " '" else " " for c in text.lower())
-    return " ".join("".join(kept).split())
+    kept = (c if unicodedata.category(c)[0] in "LMN" or c in " '" else " " for c in text)
+    words = (word.strip("'") for word in "".join(kept).split())  # quotes around it
+    return " ".join(filter(None, words))

@@ -141,6 +141,13 @@ def test_loggers_get_audio_as_they_take_it() -> None:
     assert logged == [("spoken/00_kim", 480, 3, {"sample_rate": [24000], "caption": ["hm"]})]
 
 
+def test_spellings_of_one_sound_are_no_errors_of_speech() -> None:
+    texts = ["Don\u2019t say \u2018no\u2019!", "Caf\N{LATIN SMALL LETTER E WITH ACUTE}", "the dogs\u2019 home"]
+    heard = ["don't say 'no'", "cafe\N{COMBINING ACUTE ACCENT}", "the dogs' home"]
+    assert speech_eval.compute_word_errors(texts, heard) == {"wer_pct": 0.0, "cer_pct": 0.0}
+    assert speech_eval.compute_word_errors(["we're"], ["were"])["wer_pct"] == 100.0
+
+
 def test_codec_and_transcriber_are_fetched_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     fetched: list[str] = []
     monkeypatch.setattr(f"{MODULE}.fetch_codec", lambda name, _: fetched.append(name))
