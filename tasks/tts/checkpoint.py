@@ -84,6 +84,7 @@ def check_run(
     pretrained: str | None,
     lora: LoRA | None,
     quantization: Quantization | None,
+    will_train: bool,
 ) -> None:
     """Refuse adapters that were trained over other weights, or that would mean something else.
 
@@ -91,15 +92,16 @@ def check_run(
 
     Args:
         checkpoint: Its metadata.
-        data: The data module, if it will train.
+        data: The data module, if there is one.
         pretrained: The model of this run.
         lora: Of this run.
         quantization: Of this run.
+        will_train: Whether it trains; nothing else leaves texts out.
 
     Raises:
         ValueError: With what it was.
     """
-    for name in ("streaming", "speaker_embedding", "text_dropout"):
+    for name in ("streaming", "speaker_embedding", *(("text_dropout",) if will_train else ())):
         before, now = checkpoint.get(SPEECH, {}).get(name), getattr(data, name, None)
         if None not in (before, now) and before != now:
             rank_zero_warn(f"data.{name}: {now} is used from here on; the checkpoint was trained with {before}")

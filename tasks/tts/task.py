@@ -409,8 +409,7 @@ class TextToSpeech(Task):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         data = get_data_module(self.trainer)
-        trained = data if self.trainer.state.fn == "fit" else None
         with refuse_other_forms():
-            check_run(checkpoint, trained, **self._origin)
+            check_run(checkpoint, data, **self._origin, will_train=self.trainer.state.fn == "fit")
             if SPEECH in checkpoint and hasattr(data, "restore_voices"):
                 data.restore_voices(checkpoint[SPEECH]["voices"])
