@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 
 import torch
@@ -75,6 +76,12 @@ def check_room(folder: Path, tensors: Mapping[str, Tensor]) -> int:
         needed = f"{num_bytes / 2**30:.2f} GiB, the disk has {free / 2**30:.2f} GiB left"
         raise ValueError(f"out: the model needs {needed}; free some, or choose another disk or dtype")
     return num_bytes
+
+
+def join_dtypes(tensors: Iterable[Tensor]) -> str:
+    """Return the name of the narrowest dtype that all weights can be loaded in without loss."""
+    found = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    return str(reduce(torch.promote_types, found)).removeprefix("torch.")
 
 
 def write_small_files(folder: Path, files: Mapping[str, str | bytes]) -> None:

@@ -8,10 +8,10 @@ or they are merged into the model that they were trained over.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -24,7 +24,7 @@ from lit_fsdp.checkpoint.reader import StoredCheckpoint, build_on_meta, open_che
 from lit_fsdp.checkpoint.remote import Location
 from lit_fsdp.errors import join_names
 from lit_fsdp.export.adapter import double_ranks, needs_base, write_adapter
-from lit_fsdp.export.folder import ADAPTER_CONFIG, write_model, write_small_files
+from lit_fsdp.export.folder import ADAPTER_CONFIG, join_dtypes, write_model, write_small_files
 from lit_fsdp.export.gguf_file import GGUFType, check_gguf, write_gguf
 from lit_fsdp.export.hub import find_place, push_folder
 from lit_fsdp.export.merge import AdaptedWeights, BaseWeights, list_aliases, open_base, read_lora, read_quantization
@@ -238,7 +238,7 @@ def _write_adapter(
         files[ADAPTER_CONFIG] = _format_json(double_ranks(json.loads(files[ADAPTER_CONFIG])))
     write_small_files(folder, files)
     num_bytes = sum(tensor.nbytes for tensor in outputs)
-    return sum(tensor.numel() for tensor in outputs), _join_dtypes(outputs), num_bytes
+    return sum(tensor.numel() for tensor in outputs), join_dtypes(outputs), num_bytes
 
 
 def _write_whole(
@@ -282,7 +282,7 @@ def _write_whole(
     if quantizer is not None:
         changes["quantization_config"] = quantizer.config
     files = {name: content for name, content in stored.files.items() if name != ADAPTER_CONFIG}
-    dtype_name = _join_dtypes(outputs.values())
+    dtype_name = join_dtypes(outputs.values())
     files["config.json"] = _format_json({**json.loads(files["config.json"]), "dtype": dtype_name, **changes})
     write_small_files(folder, files)
     return sum(p.numel() for p in model.parameters()), dtype_name, num_bytes
@@ -311,12 +311,6 @@ def _read_stored(
 ) -> dict[str, Tensor]:
     tensors = stored.read({sources[name]: like for name, like in wanted.items()})
     return {name: tensors[sources[name]] for name in wanted}
-
-
-def _join_dtypes(tensors: Iterable[Tensor]) -> str:
-    """Return the name of the narrowest dtype that all weights can be loaded in without loss."""
-    found = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
-    return str(reduce(torch.promote_types, found)).removeprefix("torch.")
 
 
 def _format_json(content: Any) -> str:

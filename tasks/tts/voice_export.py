@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lit_fsdp.checkpoint.manifest import Verify, check_verify
 from lit_fsdp.checkpoint.reader import resolve_checkpoint
-from lit_fsdp.export.folder import write_small_files
+from lit_fsdp.export.folder import join_dtypes, write_small_files
 from lit_fsdp.export.out_folder import check_out, locate_out, write_beside
 from lit_fsdp.tasks.tts.checkpoint import GENERATION, SpeechCheckpoint, read_checkpoint
 from lit_fsdp.tasks.tts.codec.loading import has_codec
@@ -30,6 +30,7 @@ from lit_fsdp.weights.base_weights import get_pretrained_folder
 FIRST_ROW = 3000  # of the codec embedding, where official fine-tuning puts its voice
 _CODEC_EMBEDDING = "talker.model.codec_embedding.weight"
 _SPEAKER_ENCODER = "speaker_encoder."
+_DTYPE = {"dtype", "torch_dtype"}  # in a configuration: what Transformers loads it in; the second in old ones
 # Files of a model's folder that no run writes.
 _BESIDE = (
     "preprocessor_config.json",
@@ -172,6 +173,8 @@ def _write(folder: Path, raw: Mapping[str, Any], weights: Mapping[str, Tensor], 
         fetch_speech_model(source.pretrained, "base")
         base = get_pretrained_folder(source.pretrained)
         weights = {**source.family.read_extra(base), **weights}
+    if named := raw.keys() & _DTYPE:
+        raw = {**{n: v for n, v in raw.items() if n not in named}, "dtype": join_dtypes(weights.values())}
     save_file({n: t.contiguous() for n, t in weights.items()}, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.dumps(raw, indent=2, ensure_ascii=False) + "\n"
     # The official package does not load without settings of generation.

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import CsmForConditionalGeneration
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.cli.main import main
 from lit_fsdp.tasks import Sampling, SpeechData, SpeechEval, TextToSpeech
+from lit_fsdp.tasks.tts import voice_export
 from lit_fsdp.tasks.tts.checkpoint import build_model, read_checkpoint
 from lit_fsdp.tasks.tts.codec.formants import VOICES, synthesize
 from lit_fsdp.tasks.tts.codec.loading import load_codec
@@ -90,6 +92,17 @@ def test_transformers_loads_an_export_with_equal_logits(base: Path, run: Path, t
         states = own.backbone_model(inputs_embeds=own.backbone_model.embed_tokens(codes)).last_hidden_state
         wanted = stock.eval()(input_ids=codes, labels=codes)
         torch.testing.assert_close(own.lm_head(states), wanted.logits, atol=0, rtol=0)
+
+
+@pytest.mark.full
+def test_transformers_loads_trained_weights_as_they_are(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = read_checkpoint(run)
+    config = replace(found.config, raw={**found.config.raw, "dtype": "bfloat16"})  # of what it was made of
+    monkeypatch.setattr(voice_export, "read_checkpoint", lambda *_: replace(found, config=config))
+    stock: Any = CsmForConditionalGeneration.from_pretrained(export_voice(run, tmp_path / "out").folder)
+    assert torch.equal(stock.lm_head.weight, found.weights["lm_head.weight"])
 
 
 @pytest.mark.full
