@@ -22,6 +22,7 @@ from typing_extensions import override
 from lit_fsdp.tasks.tts.codec.frame_codec import FrameCodec
 from lit_fsdp.tasks.tts.config import CONFIG, read_raw_config
 from lit_fsdp.weights.load import load_weights, materialize
+from lit_fsdp.weights.safetensors_io import TensorFiles
 
 MODEL_TYPES = ("mimi", "dac")
 WITH_CODEC = "csm"  # the type of model whose checkpoint has Mimi in it
@@ -73,6 +74,18 @@ def is_hub_codec(folder: Path) -> bool:
     if not (folder / CONFIG).is_file():
         return False
     return read_raw_config(folder).get("model_type") in (*MODEL_TYPES, WITH_CODEC)
+
+
+def holds_codec(folder: Path) -> bool:
+    """Tell whether the weights of a codec are in a folder: those of a CSM that was made without one are not.
+
+    Args:
+        folder: For which ``is_hub_codec`` holds.
+    """
+    if read_raw_config(folder)["model_type"] != WITH_CODEC:
+        return True
+    with TensorFiles(folder) as files:
+        return any(name.startswith(CODEC) for name in files.tensors)
 
 
 def measure_hub_codec(folder: Path) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from lit_fsdp.tasks.tts.codec.codec_12hz import MODEL_TYPE, Codec
 from lit_fsdp.tasks.tts.codec.formants import SPOKEN, build_codec_config, build_small_codec
 from lit_fsdp.tasks.tts.codec.frame_codec import FrameCodec
-from lit_fsdp.tasks.tts.codec.hub_codec import is_hub_codec, load_hub_codec, measure_hub_codec
+from lit_fsdp.tasks.tts.codec.hub_codec import holds_codec, is_hub_codec, load_hub_codec, measure_hub_codec
 from lit_fsdp.tasks.tts.config import CONFIG, read_raw_config
 from lit_fsdp.tasks.tts.pretrained import CODEC_FOLDER, fetch_speech_model
 from lit_fsdp.weights.base_weights import get_pretrained_folder
@@ -102,4 +102,4 @@ def find_codec(folder: Path) -> Path:
 
 def has_codec(folder: Path) -> bool:
     """Tell whether a folder holds a codec."""
-    return (folder / CODEC_FOLDER / CONFIG).is_file() or is_hub_codec(folder)
+    return holds_codec(folder) if is_hub_codec(folder) else (folder / CODEC_FOLDER / CONFIG).is_file()

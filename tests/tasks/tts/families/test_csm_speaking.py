@@ -22,7 +22,7 @@ from lit_fsdp.tasks import Sampling, SpeechData, SpeechEval, TextToSpeech
 from lit_fsdp.tasks.tts import voice_export
 from lit_fsdp.tasks.tts.checkpoint import build_model, read_checkpoint
 from lit_fsdp.tasks.tts.codec.formants import VOICES, synthesize
-from lit_fsdp.tasks.tts.codec.loading import load_codec
+from lit_fsdp.tasks.tts.codec.loading import has_codec, load_codec
 from lit_fsdp.tasks.tts.evaluation.speech_eval import SpeechEvaluator
 from lit_fsdp.tasks.tts.preparation.audio import Limits
 from lit_fsdp.tasks.tts.preparation.manifest import ManifestRow
@@ -175,6 +175,15 @@ def test_the_codec_is_found_where_no_file_has_the_usual_name(base: Path, tmp_pat
     SpeechEvaluator(SpeechEval(codec=str(tmp_path))).check(TextToSpeech(config=CSM).read_config())
     digests = Preparer(model=str(tmp_path), limits=Limits()).describe_models()
     assert digests["codec"] == digests["model"]
+
+
+def test_a_model_from_scratch_has_no_codec(base: Path, tmp_path: Path) -> None:
+    shutil.copytree(base, tmp_path, dirs_exist_ok=True)
+    weights = load_file(base / "model.safetensors")
+    own = {name: tensor for name, tensor in weights.items() if not name.startswith("codec_model.")}
+    save_file(own, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert [has_codec(folder) for folder in (base, tmp_path)] == [True, False]
+    assert [open_speaker(str(folder)).codec_source for folder in (base, tmp_path)] == [str(base), None]
 
 
 @pytest.mark.parametrize(
