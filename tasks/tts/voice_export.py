@@ -128,7 +128,8 @@ def _build_in(
         known = ", ".join(sorted(source.voices)) or "none"
         raise ValueError(f"speakers: got {', '.join(unknown)}: expected some of those of the training data: {known}")
     if not names:
-        raise ValueError("speakers: the training data had no embeddings of any: export with kind base")
+        other = "leave kind out" if source.config.speaker_encoder is None else "export with kind base"
+        raise ValueError(f"speakers: the training data had no embeddings of any: {other}")
     embedding = weights[_CODEC_EMBEDDING].clone()
     taken = set(vars(source.config.ids).values()) | set(source.config.languages.values())
     taken |= set(range(source.config.predictor.vocab_size)) | set(source.config.speakers.values())  # codes, and voices

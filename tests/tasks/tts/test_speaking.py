@@ -197,7 +197,7 @@ def test_exports_that_cannot_be_are_refused(run: Path, tmp_path: Path, options: 
 
 
 @pytest.mark.full
-def test_the_row_that_a_refusal_names_is_free(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_refusal_of_voices_names_is_possible(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # As in published models, whose voices lie among the last rows.
     found = read_checkpoint(run)
     found = replace(found, config=replace(found.config, speakers={"ann": 1085, "bo": 1087}))
@@ -208,6 +208,9 @@ def test_the_row_that_a_refusal_names_is_free(run: Path, tmp_path: Path, monkeyp
     found = replace(found, voices={str(i): found.voices["kim"] for i in range(2000)})
     with pytest.raises(ValueError, match="expected fewer speakers, as so many rows are free nowhere"):
         export_voice(run, tmp_path / "many", first_row=1070)
+    found = replace(found, config=replace(found.config, speaker_encoder=None), voices={})  # of instructions
+    with pytest.raises(ValueError, match="had no embeddings of any: leave kind out"):
+        export_voice(run, tmp_path / "designed", kind="custom_voice")
 
 
 def test_the_command_speaks_into_files(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
