@@ -222,7 +222,8 @@ def open_speaker(source: str, sampling: Sampling | None = None, *, base: str | N
     except ValueError as error:
         raise ValueError(f"model: {error}") from None
     path = path.expanduser() if isinstance(path, Path) else path
-    if path.is_dir() and (isinstance(path, RemotePath) or not is_speech_model(path)):
+    # A single file too, which is refused as a checkpoint and not as the name of a model.
+    if path.exists() and (isinstance(path, RemotePath) or not is_speech_model(path)):
         checkpoint, model = _read_checkpoint(path, base)
         files = {name: text for name, text in checkpoint.files.items() if isinstance(text, str)}
         found = Speaker(

@@ -236,6 +236,8 @@ def test_the_command_speaks_into_files(run: Path, tmp_path: Path, capsys: pytest
     (tmp_path / "file").touch()
     assert main(["speak", f"--model={run}", f"--out={tmp_path / 'file'}", "--text=a", "--codec=formants"]) != 0
     assert "file is a file: expected a folder" in capsys.readouterr().err
+    assert main(["speak", f"--model={tmp_path / 'file'}", "--out=x", "--text=a", "--codec=formants"]) == 2
+    assert "file is a file: expected a folder that FSDP2Strategy has written; resume" in capsys.readouterr().err
     clone = ["--ref_audio=lost.wav", "--codec=formants", "--text=a"]
     assert main(["speak", f"--model={run}", "--out=x", *clone]) != 0
     assert "ref_audio: lost.wav: no such file" in capsys.readouterr().err
