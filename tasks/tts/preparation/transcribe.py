@@ -68,6 +68,11 @@ def load_transcriber(name: str, device: str = "cpu") -> Transcribe:
 
     is_multilingual = getattr(model.generation_config, "is_multilingual", True)  # others refuse a language
     known = {*LANGUAGES.values(), *LANGUAGES, *TO_LANGUAGE_CODE} if is_multilingual else set()
+    # Where neither a task nor a language is given, the model chooses: also to translate. Fine-tuned ones may lack the
+    # ids of older ones, which name a task, or a language too, and are not read beside a task.
+    has_ids = any(getattr(settings, "forced_decoder_ids", None) for settings in (model.generation_config, model.config))
+    names_task = is_multilingual and not has_ids and hasattr(model.generation_config, "task_to_id")
+    to_words = {"task": "transcribe"} if names_task else {}
 
     def transcribe(clips: Sequence[Audio], sample_rate: int, languages: Sequence[str]) -> list[str]:
         rate = processor.feature_extractor.sampling_rate
@@ -93,7 +98,7 @@ def load_transcriber(name: str, device: str = "cpu") -> Transcribe:
         features, mask = (
             torch.cat([inputs[name] for inputs in batch]) for name in ("input_features", "attention_mask")
         )
-        options = {} if language is None else {"language": language}
+        options = {**to_words, **({} if language is None else {"language": language})}
         with torch.inference_mode():
             features, mask = features.to(model.device, model.dtype), mask.to(model.device)
             ids = model.generate(features, attention_mask=mask, **options)

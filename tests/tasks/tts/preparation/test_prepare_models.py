@@ -108,7 +108,7 @@ def hear(folder: Path, audio: Any) -> str:
     processor: Any = WhisperProcessor.from_pretrained(folder)
     model: Any = WhisperForConditionalGeneration.from_pretrained(folder).eval()
     inputs = processor(audio, sampling_rate=16000, return_tensors="pt")
-    ids = model.generate(inputs.input_features)
+    ids = model.generate(inputs.input_features, task="transcribe")
     return str(processor.batch_decode(ids, skip_special_tokens=True)[0]).strip()
 
 
