@@ -266,7 +266,9 @@ class PlanTrainer(PlannedTrainer):
         if chosen is None:
             raise ConfigError(f"write: {path} is not written, as nothing fits")
         settings = apply_changes(self.given_config, chosen.changes)
-        head = f"# Chosen by `plan --search true`: {format_changes(chosen.changes)}.\n"
+        count = self.num_nodes * self.num_devices
+        where = f"{count} rank{'s' if count > 1 else ''}"  # which the configuration need not say
+        head = f"# Chosen by `plan --search true` for {where}: {format_changes(chosen.changes)}.\n"
         with refuse_unwritable("write", path):
             write_whole(path, head + redact_yaml(yaml.safe_dump(settings, sort_keys=False)))
         print(f"written: {path}: python -m lit_fsdp fit --config {path}")

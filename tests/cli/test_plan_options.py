@@ -86,7 +86,9 @@ def test_a_model_takes_the_place_of_one_with_random_weights(folder: Path) -> Non
 def test_the_first_number_of_a_range_is_written_where_it_was_searched(folder: Path) -> None:
     options = ("--config=run.yaml", GPU, "--device-memory=1.2GiB", "--search")
     plan(*options, "--devices=2..3", "--write=chosen.yaml")
-    assert yaml.safe_load((folder / "chosen.yaml").read_text())["trainer"]["devices"] == 2
+    written = (folder / "chosen.yaml").read_text()
+    assert yaml.safe_load(written)["trainer"]["devices"] == 2
+    assert written.startswith("# Chosen by `plan --search true` for 2 ranks: ")
 
 
 @pytest.mark.full
