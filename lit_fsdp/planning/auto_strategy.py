@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +37,7 @@ from lit_fsdp.planning.step_parts import NoEstimateError, Ranks
 from lit_fsdp.planning.timing.hardware import choose_usual_gpu, find_gpu, parse_memory
 from lit_fsdp.planning.timing.links import choose_links, parse_links
 from lit_fsdp.profiling.device_memory import count_usable_bytes, read_card
+from lit_fsdp.profiling.host_memory import count_host_bytes
 from lit_fsdp.sharding.mesh import gather_objects
 from lit_fsdp.sharding.mixed_precision import cast_parameters
 from lit_fsdp.sharding.settings import Settings
@@ -200,7 +200,7 @@ class AutoFSDP2Strategy(FSDP2Strategy):
             hardware=hardware,
             device_bytes=device_bytes,
             device_type=self.root_device.type,
-            host_bytes=min(gather_objects(_count_host_bytes())),  # else ranks would differ about what fits
+            host_bytes=min(gather_objects(count_host_bytes())),  # else ranks would differ about what fits
         )
         return problem, reason
 
@@ -217,9 +217,9 @@ class AutoFSDP2Strategy(FSDP2Strategy):
             memory, card = usable[rank], cards[rank]
             total, name, num_sharing = card.total, card.name, sum(other.uuid == card.uuid for other in cards)
             share = "" if num_sharing == 1 else f" for each of the {num_sharing} ranks on it"
-            self.memory_note = f"free on the GPU of rank {rank}{share}, which has {total / _GIB:.2f}"
+            self.memory_note = f"free on the GPU of rank {rank}{share}, which has {total / _GIB:.2f} GiB"
         else:
-            memory = total = min(gather_objects(_count_host_bytes() // self.num_processes))
+            memory = total = min(gather_objects(count_host_bytes() // self.num_processes))
             name, self.memory_note = "", "a rank's share of the host"
         if self.device_bytes is not None and self.device_bytes < memory:
             memory, self.memory_note = self.device_bytes, "device_memory"
@@ -249,10 +249,6 @@ class AutoFSDP2Strategy(FSDP2Strategy):
             f"{chosen.time.step_s / default.time.step_s:.2f} of the time of the defaults, which need "
             f"{default.needed_bytes / _GIB:.2f} GiB (speed as on {problem.hardware.gpu.name}, {problem.hardware.links})"
         )
-
-
-def _count_host_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 StrategyRegistry.register(

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 
+from lit_fsdp.profiling.host_memory import count_host_bytes
 from lit_fsdp.reporting.sections import Section, Table
 from lit_fsdp.sharding.mesh import gather_objects
 
@@ -48,7 +49,7 @@ def read_machine() -> dict[str, Any]:
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpu": _read_cpu(),
         "num_cpus": os.cpu_count(),
-        "host_memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _GIB, 1),
+        "host_memory_gib": round(count_host_bytes() / _GIB, 1),
     }
 
 

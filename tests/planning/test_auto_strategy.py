@@ -117,7 +117,7 @@ def choose_beside_others(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.cuda, "memory_reserved", lambda _: int(reserved * gib))
     patch.setattr(torch.cuda, "get_device_properties", lambda _: card)
     for device_memory, expected, note in (
-        (None, 5.0, "free on the GPU of rank 0 for each of the 2 ranks on it, which has 16.00"),
+        (None, 5.0, "free on the GPU of rank 0 for each of the 2 ranks on it, which has 16.00 GiB"),
         ("3GiB", 3.0, "device_memory"),
     ):
         strategy = AutoFSDP2Strategy(device_memory=device_memory)
@@ -145,7 +145,7 @@ def test_what_fits_without_headroom_only_is_tried_with_a_warning(tmp_path: Path)
 
 
 def choose_on_unequal_hosts(folder: Path, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("lit_fsdp.planning.auto_strategy._count_host_bytes", lambda: (8 - 4 * dist.get_rank()) * 2**30)
+    patch.setattr("lit_fsdp.planning.auto_strategy.count_host_bytes", lambda: (8 - 4 * dist.get_rank()) * 2**30)
     seen = []
 
     def note(problem: Problem) -> None:
