@@ -48,7 +48,7 @@ def check_choices(settings: Any, path: str) -> None:
     kind: Any = type(settings)
     for name, hint in _list_types(kind).items():
         value, words = getattr(settings, name), list_words(hint)
-        if value is None or value in words or isinstance(value, int | float):
+        if value is None or value in words or isinstance(value, _list_kinds(hint)):
             continue
         *names, last = [*(["int"] if int in get_args(hint) else []), *words]
         guess = nearest(str(value).rpartition(".")[2], words)  # torch.bfloat16 is meant for bfloat16
@@ -63,6 +63,12 @@ def list_words(hint: Any) -> list[str]:
     parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     words = [word for part in parts if get_origin(part) is Literal for word in get_args(part) if isinstance(word, str)]
     return [] if str in parts else words
+
+
+def _list_kinds(hint: Any) -> tuple[type, ...]:
+    """Return what may stand beside the words of a type, such as numbers."""
+    kinds = [part for part in get_args(hint) if isinstance(part, type)]
+    return (*kinds, int) if float in kinds else tuple(kinds)
 
 
 @cache

@@ -97,6 +97,7 @@ def test_a_seed_draws_the_same_model_below_adapters_and_a_start_that_adds_nothin
         ({"r": 2.5}, "lora.r: got 2.5: expected 1 or more, and whole"),
         ({"rank_pattern": {"q_proj": 0.5}}, "lora.rank_pattern: got .*: expected ranks of 1 or more, and whole"),
         ({"rank_pattern": {"(": 4}}, r"lora.rank_pattern: got '\(': no regular expression: missing \)"),
+        ({"init_lora_weights": True}, "lora.init_lora_weights: got True: expected one of default, gaussian, pissa"),
         ({"init_lora_weights": "eva"}, "lora.init_lora_weights: got 'eva': expected one of default, gaussian, pissa"),
         ({"dtype": "float16"}, "lora.dtype: got 'float16': expected float32 or bfloat16"),
         ({"target_modules": "q_proj"}, r"got 'q_proj': a text is a regular .* names; set a list of names, \[q_proj\]"),
