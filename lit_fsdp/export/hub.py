@@ -89,13 +89,14 @@ def find_place(name: str, *, private: bool) -> HubPlace:
 def push_folder(folder: Path, place: HubPlace, message: str) -> str:
     """Send a folder as one commit, and return its address. The folder stays as it is, also when that fails.
 
-    The same commit removes weights and adapters of an earlier export that would be loaded in place of these. A folder
-    of GGUF removes nothing, as several may lie beside a model.
+    The same commit removes weights and adapters that are there and would be loaded in place of a model's. A folder of
+    adapters removes nothing, as peft loads these, and one of GGUF neither, as several may lie beside a model.
 
     Raises:
         RuntimeError: With the command to try again.
     """
-    removed = () if any(folder.glob("*.gguf")) else _DECISIVE
+    is_model = not (any(folder.glob("*.gguf")) or (folder / "adapter_config.json").is_file())
+    removed = _DECISIVE if is_model else ()
     try:
         api = HfApi()
         api.create_repo(place.name, private=place.private, exist_ok=True)

@@ -18,7 +18,7 @@ from models import LANGUAGE_MODELS
 
 from lit_fsdp.checkpoint.reader import StoredCheckpoint
 from lit_fsdp.cli.main import main
-from lit_fsdp.export.hub import find_place
+from lit_fsdp.export.hub import HubPlace, find_place, push_folder
 from lit_fsdp.export.model_card import write_model_card
 from ranks import run_ranks
 
@@ -77,7 +77,12 @@ def test_no_weights_of_an_earlier_export_are_left_that_would_be_loaded_instead(
     assert "model.safetensors.index.json" in sent  # which Transformers reads where there is no model.safetensors
     del others["adapter_config.json"]  # for whose sake it would load another model
     assert files == sent | others
-    assert files == push("whole again") | others  # as the parts are gone, too
+    assert files == (whole := push("whole again")) | others  # as the parts are gone, too
+    # Adapters beside it are loaded by peft, over the base that they name.
+    (folder := tmp_path / "adapters").mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    push_folder(folder, HubPlace(name="ada/tiny", private=True), "adapters")
+    assert files == whole | others | {"adapter_config.json": b"{}"}
 
 
 def test_what_the_hub_will_refuse_is_refused_before_the_export(
