@@ -30,6 +30,7 @@ from lit_fsdp.profiling.memory import KINDS, Kind, is_on, iterate_states, measur
 from lit_fsdp.redaction import redact
 from lit_fsdp.reporting.lost_logs import outlive_lost_log
 from lit_fsdp.reporting.metrics import find_run_folder
+from lit_fsdp.sharding.buffers import has_batch_statistics
 from lit_fsdp.strategy.data_module import get_data_module
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 from lit_fsdp.strategy.launcher import outlive_children
@@ -220,6 +221,7 @@ def _assess(
     units = ([parameters[name] for name in unit.parameters if name in parameters] for unit in plan)
     sizes = [count_gathered_bytes(own, compute) for own in units]
     data = get_data_module(module.trainer)
+    reads_eval_size = is_evaluating and hasattr(data, "eval_batch_size")
     return Situation(
         held=held,
         reserved=reserved,
@@ -232,8 +234,9 @@ def _assess(
         gathered_bytes=sum(sizes),
         largest_unit_bytes=max(sizes, default=0),
         parameter_bytes=stored.pop() if len(stored) == 1 else 0,
-        batch_size=_get_batch_size(data, batch, "eval_batch_size" if is_evaluating else "batch_size"),
-        is_evaluating=is_evaluating and hasattr(data, "eval_batch_size"),
+        batch_size=_get_batch_size(data, batch, "eval_batch_size" if reads_eval_size else "batch_size"),
+        batch_setting="data.eval_batch_size" if reads_eval_size else "data.batch_size",
+        is_evaluating=is_evaluating,
         has_global_batch=getattr(data, "global_batch_size", None) is not None,
         is_sum_of_rows=getattr(module, "is_sum_of_rows", True),
         can_add_adapters=_is_unset(module, "lora"),
@@ -265,7 +268,8 @@ def _could_retry(strategy: FSDP2Strategy, module: LightningModule) -> bool:
         check_retries(1, strategy.settings)
     except ValueError:
         return False
-    return not strategy.oom_retries and module.automatic_optimization
+    can_split = hasattr(module, "split_batch") and getattr(module, "is_sum_of_rows", True)
+    return not strategy.oom_retries and module.automatic_optimization and can_split and not has_batch_statistics(module)
 
 
 def _list_suggestions(suggestions: Iterable[Suggestion]) -> Iterator[str]:

@@ -27,9 +27,9 @@ class Situation:
         gathered_bytes: Of all units at once, in the dtype of compute.
         largest_unit_bytes: The largest of them.
         parameter_bytes: Of one element as it is stored; 0 if there are several dtypes.
-        batch_size: The setting ``data.batch_size``, or ``data.eval_batch_size`` in an evaluation; 0 if that is not
-            known, or does not decide.
-        is_evaluating: Whether an evaluation has failed, and data has that setting.
+        batch_setting: What decides the rows of the micro-batch: ``data.batch_size``, or ``data.eval_batch_size``.
+        batch_size: Its value; 0 if that is not known, or does not decide.
+        is_evaluating: Whether an evaluation has failed.
         has_global_batch: Whether ``data.global_batch_size`` decides how many micro-batches a step has.
         is_sum_of_rows: Whether micro-batches of other sizes that make up the same step compute the same.
         can_add_adapters: Whether the task has a setting ``lora`` that is not used; ``None`` if it has none at all.
@@ -51,6 +51,7 @@ class Situation:
     largest_unit_bytes: int
     parameter_bytes: int
     batch_size: int
+    batch_setting: str = "data.batch_size"
     has_global_batch: bool = False
     is_sum_of_rows: bool = True
     is_evaluating: bool = False
@@ -111,11 +112,10 @@ def _keep_result(now: Situation) -> Iterator[Suggestion]:
     if (size := now.batch_size) >= 2:
         parts = next(n for n in range(2, size + 1) if size % n == 0)  # fewest that make up the same step
         times = "twice" if parts == 2 else f"{parts} times"
-        name = "data.eval_batch_size" if now.is_evaluating else "data.batch_size"
         follows = now.is_evaluating or now.has_global_batch
         more = "" if follows else f", with {times} the trainer.accumulate_grad_batches"
         yield Suggestion(
-            setting=f"{name}: {size // parts} (now {size}){more}",
+            setting=f"{now.batch_setting}: {size // parts} (now {size}){more}",
             saved_bytes=activations * (parts - 1) // parts,
             cost=f"every unit is gathered {times} as often" + ("" if now.is_evaluating else " in a step"),
             keeps_result=now.is_sum_of_rows or now.is_evaluating,
@@ -128,7 +128,7 @@ def _keep_result(now: Situation) -> Iterator[Suggestion]:
             saved_bytes=saved if reshard is False else saved // reshard,
             cost="one more all-gather of every unit in backward",
         )
-    if settings.sharding.no_sync and now.num_shards > 1:
+    if settings.sharding.no_sync and now.num_shards > 1 and not now.is_evaluating:
         gradients = int(now.gathered_bytes * (now.num_trainable / max(now.num_params, 1)))
         yield Suggestion(
             setting=f"{strategy}.sharding.no_sync: false",
@@ -146,8 +146,8 @@ def _keep_result(now: Situation) -> Iterator[Suggestion]:
         yield Suggestion(
             setting=f"{strategy}.cpu_offload: {{}}",
             saved_bytes=states,
-            cost="that much host memory, more where it is pinned; every step copies the shards up and "
-            "the gradients down, AdamW runs on the CPU",
+            cost="that much host memory, more where it is pinned; every step copies the shards up"
+            + ("" if now.is_evaluating else " and the gradients down, AdamW runs on the CPU"),
         )
     if (shard := settings.mesh.shard) in (-1, "node"):  # a number stays what it is on any number of ranks
         own = f" of each node (now {now.num_shards * settings.mesh.tensor})"

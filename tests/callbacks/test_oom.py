@@ -220,7 +220,7 @@ def test_an_error_of_another_kind_leaves_no_report(tmp_path: Path) -> None:
 
 
 class OwnSteps(BoringModel):
-    """Runs out of memory, maybe under manual optimization."""
+    """Runs out of memory, maybe under manual optimization, and cannot split its batches."""
 
     def __init__(self, is_automatic: bool) -> None:
         super().__init__()
@@ -230,17 +230,29 @@ class OwnSteps(BoringModel):
         raise MemoryError("no more")
 
 
-def run_out(folder: Path, is_automatic: bool) -> None:
+class SplitSteps(OwnSteps):
+    """Can."""
+
+    def split_batch(self, batch: Any, num_parts: int) -> Any:
+        raise AssertionError
+
+
+def run_out(folder: Path, kind: type[OwnSteps], is_automatic: bool, is_advised: bool) -> None:
     trainer = build_trainer(FSDP2Strategy(), callbacks=[OOMReport(fallback_dir=str(folder))], gradient_clip_val=None)
     with pytest.raises(MemoryError):
-        trainer.fit(OwnSteps(is_automatic))
-    assert ("oom_retries" in (folder / "out_of_memory.md").read_text()) == is_automatic
+        trainer.fit(kind(is_automatic))
+    assert ("oom_retries" in (folder / "out_of_memory.md").read_text()) == is_advised
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("is_automatic", [True, False])
-def test_steps_that_cannot_be_redone_are_not_said_to_be(tmp_path: Path, is_automatic: bool) -> None:
-    run_ranks(run_out, tmp_path, is_automatic, world_size=1)
+@pytest.mark.parametrize(
+    ("kind", "is_automatic", "is_advised"),
+    [(SplitSteps, True, True), (SplitSteps, False, False), (OwnSteps, True, False)],
+)
+def test_steps_that_cannot_be_redone_are_not_said_to_be(
+    tmp_path: Path, kind: type[OwnSteps], is_automatic: bool, is_advised: bool
+) -> None:
+    run_ranks(run_out, tmp_path, kind, is_automatic, is_advised, world_size=1)
 
 
 def test_out_of_memory_is_seen_in_what_caused_an_error() -> None:

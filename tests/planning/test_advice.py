@@ -142,10 +142,13 @@ def test_smaller_batches_of_a_loss_that_compares_rows_are_another_training() -> 
 
 
 def test_an_evaluation_has_a_batch_size_of_its_own() -> None:
-    found = suggest_settings(replace(NOW, is_evaluating=True, is_sum_of_rows=False))
+    held = replace(NOW, settings=Settings(sharding=Sharding(no_sync=True)), is_evaluating=True, is_sum_of_rows=False)
+    found = suggest_settings(replace(held, batch_setting="data.eval_batch_size"))
+    assert not any("no_sync" in suggestion.setting or "AdamW" in suggestion.cost for suggestion in found)
     (size,) = (suggestion for suggestion in found if "batch_size" in suggestion.setting)
     assert size.setting == "data.eval_batch_size: 4 (now 8)"
     assert size.keeps_result
+    assert "data.batch_size: 4 (now 8)" in [suggestion.setting for suggestion in suggest_settings(held)]
 
 
 def test_memory_lost_between_tensors_is_named() -> None:
