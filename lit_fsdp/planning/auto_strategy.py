@@ -28,8 +28,8 @@ from lit_fsdp.planning.search.search import (
     Problem,
     Variant,
     choose,
+    choose_smallest,
     count_tries,
-    find_smallest,
     format_changes,
     search,
 )
@@ -94,6 +94,11 @@ class AutoFSDP2Strategy(FSDP2Strategy):
             self._use(self._configured)
         super()._shard(module)
 
+    @override
+    def _count_fixed_micro_batches(self, trainer: pl.Trainer) -> int | None:
+        # A module keeps what an earlier fit chose: no_sync, too, which does nothing without accumulation.
+        return None if find_roots(self._module) else super()._count_fixed_micro_batches(trainer)
+
     def _use(self, settings: Settings) -> None:
         """Set ``settings``, and the mesh that they have; the one that is there may be of another module's."""
         before, self.settings = self.settings, settings
@@ -115,7 +120,7 @@ class AutoFSDP2Strategy(FSDP2Strategy):
             candidates = self._search_by_traces(module, batch, problem, reason)
         chosen = choose(candidates)
         if chosen is None:
-            chosen = find_smallest(candidates)
+            chosen = choose_smallest(candidates)
             self._report_missing(chosen, problem.device_bytes)
         chosen = self.broadcast(chosen)
         self._use(chosen.settings)

@@ -122,11 +122,12 @@ class _Sharded(NamedTuple):
 
     settings: Settings
     precision: str
+    dtypes: MixedPrecision
     plan: list[Unit]
 
 
 _SHARDED: WeakKeyDictionary[pl.LightningModule, _Sharded] = WeakKeyDictionary()
-# Those that have memory, and whose values an error or Ctrl-C has kept away: a second run of them fills them.
+# Modules that have memory without values, as an error or Ctrl-C came before these: a second run fills them.
 _UNFILLED: WeakSet[pl.LightningModule] = WeakSet()
 
 
@@ -476,15 +477,18 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
             ValueError: With what to do instead.
         """
         # Of what its user has sharded, the mesh was used: ``device_mesh`` is made of it.
-        changed = self.settings.list_changed(get_used_settings(module, self.settings.mesh))
+        used = get_used_settings(module, self.settings.mesh)
+        before = {name: getattr(used, name) for name in self.settings.list_changed(used)}
         who, answer = "", "leave it out, or let the strategy shard the module"
         if module in _SHARDED:
-            precision = _SHARDED[module].precision
-            who, answer = " by an earlier run", f"set what that had (precision: {precision}), or build the module anew"
-            changed += ["precision"] if precision != self.precision_plugin.precision else []
-        if changed:
+            before.pop("mixed_precision", None)  # the dtypes that come of it and of precision are compared
+            if _SHARDED[module].dtypes != self.precision_plugin.mixed_precision:
+                before |= {"precision": _SHARDED[module].precision, "mixed_precision": used.mixed_precision}
+            values = ", ".join(f"{name}: {value}" for name, value in before.items())
+            who, answer = " by an earlier run", f"set what that had ({values}), or build the module anew"
+        if before:
             raise ValueError(
-                f"{', '.join(changed)}: {get_class(module).__name__} is sharded already{who}, so this would be "
+                f"{', '.join(before)}: {get_class(module).__name__} is sharded already{who}, so this would be "
                 f"ignored; {answer}"
             )
 
@@ -522,16 +526,21 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
 
     def _check_fit(self) -> None:
         trainer = self._module.trainer
-        # A global batch may leave one on this number of ranks, and more on that of the next start.
-        num_micro_batches = None if is_accumulation_derived(trainer) else count_micro_batches(trainer)
         is_automatic = self._module.automatic_optimization
-        self.settings.check_accumulation(num_micro_batches=num_micro_batches, is_automatic=is_automatic)
+        self.settings.check_accumulation(
+            num_micro_batches=self._count_fixed_micro_batches(trainer), is_automatic=is_automatic
+        )
         if self.oom_retries and not is_automatic:
             raise ValueError(
                 f"oom_retries: got {self.oom_retries}: under manual optimization training_step makes the optimizer "
                 "step itself, so it cannot be undone; leave it out"
             )
         check_learning_rate_finder(self._module)
+
+    def _count_fixed_micro_batches(self, trainer: pl.Trainer) -> int | None:
+        """Return the micro-batches of a step; ``None`` where settings may be for other numbers as well."""
+        # A global batch may leave one on this number of ranks, and more on that of the next start.
+        return None if is_accumulation_derived(trainer) else count_micro_batches(trainer)
 
     def _check_disk(self, trainer: pl.Trainer) -> None:
         folders, num_at_once = list_checkpoint_folders(trainer), count_checkpoints(trainer)
@@ -587,7 +596,8 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
                 f"max_norm of {join_names(limited)} has no lasting effect: it changes gathered copies of the weights; "
                 "see docs/limits.md"
             )
-        _SHARDED[module] = _Sharded(self.settings, self.precision_plugin.precision, self.plan)
+        plugin = self.precision_plugin
+        _SHARDED[module] = _Sharded(self.settings, str(plugin.precision), plugin.mixed_precision, self.plan)
 
     def _describe_fit(self, module: pl.LightningModule) -> None:
         """Warn of what only training would suffer from, and keep the table of units to be printed."""

@@ -28,7 +28,7 @@ from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.shard import STEPS, register_steps
 from lit_fsdp.sharding.wrap import Wrap, iterate_blocks, plan_module
 from lit_fsdp.strategy.lightning_internals import evaluate_without_inference_mode
-from lit_fsdp.strategy.trainer_settings import count_micro_batches
+from lit_fsdp.strategy.trainer_settings import count_micro_batches, is_accumulation_derived
 
 Result = TypeVar("Result")
 
@@ -62,10 +62,11 @@ def check_lightning_strategy(trainer: pl.Trainer, *, optimizer: str, is_quantize
         )
     if isinstance(strategy, DeepSpeedStrategy) and count_micro_batches(trainer) != 1:
         given = count_micro_batches(trainer) or "a schedule"
+        why = ", as data.global_batch_size asks for," if is_accumulation_derived(trainer) else ""
         raise ValueError(
-            f"accumulate_grad_batches: got {given} under {name}, which keeps gradients to itself, so that they cannot "
-            "be divided by the targets of all micro-batches: set 1 and a larger data.batch_size, or trainer.strategy: "
-            "fsdp2"
+            f"accumulate_grad_batches: got {given}{why} under {name}, which keeps gradients to itself, so that they "
+            "cannot be divided by the targets of all micro-batches: set 1 and a larger data.batch_size, or "
+            "trainer.strategy: fsdp2"
         )
 
 

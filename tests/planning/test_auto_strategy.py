@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launches import OURS, fork_ranks, write_run
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.distributed.tensor import DTensor
 from training import EVEN, GLOBAL_BATCH, LENGTH, Recorder, Rows, build_task, build_trainer, save_model
 
@@ -170,7 +171,16 @@ def fit_after_one_that_held_gradients(folder: Path) -> None:
     assert not strategy.settings.sharding.no_sync
 
 
+def fit_again(folder: Path) -> None:
+    # Of a module that is sharded, what was chosen for accumulated gradients stays.
+    module, held = BoringModel(), FSDP2Strategy(sharding=Sharding(no_sync=True))
+    build_trainer(held, max_steps=1, accumulate_grad_batches=2).fit(module)
+    build_trainer(strategy := AutoFSDP2Strategy(), max_steps=1).fit(module)
+    assert strategy.settings.sharding.no_sync
+
+
 def test_what_an_earlier_fit_chose_is_not_refused_beside_another_accumulation(tmp_path: Path) -> None:
+    run_ranks(fit_again, tmp_path, world_size=1)
     run_ranks(fit_after_one_that_held_gradients, save_model(tmp_path / "model", **MODEL), world_size=1)
 
 

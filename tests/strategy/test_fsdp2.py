@@ -399,11 +399,13 @@ def test_a_second_run_of_a_module_with_other_settings_is_refused_by_what_the_fir
         module = BoringModel()
         build_trainer(FSDP2Strategy(), precision="bf16-mixed", max_steps=1).fit(module)
         build_trainer(FSDP2Strategy(), precision="bf16-mixed").validate(module)
-        answer = r"ignored; set what that had \(precision: bf16-mixed\), or build the module anew"
-        known = "BoringModel is sharded already by an earlier run"
-        with pytest.raises(ValueError, match=f"^precision: {known}, so this would be {answer}"):
+        dtypes = MixedPrecision(param_dtype="bfloat16")  # the same by other words
+        build_trainer(FSDP2Strategy(mixed_precision=dtypes), precision="bf16-mixed").validate(module)
+        known = "BoringModel is sharded already by an earlier run, so this would be ignored; set what that had"
+        values = r"\(precision: bf16-mixed, mixed_precision: None\), or build the module anew"
+        with pytest.raises(ValueError, match=f"^precision, mixed_precision: {known} {values}"):
             build_trainer(FSDP2Strategy()).validate(module)
-        with pytest.raises(ValueError, match=f"^cpu_offload: {known}.*{answer}"):
+        with pytest.raises(ValueError, match=rf"^cpu_offload: {known} \(cpu_offload: None\), or build"):
             build_trainer(FSDP2Strategy(cpu_offload=CPUOffload()), precision="bf16-mixed").validate(module)
 
     run_ranks(body, world_size=1)

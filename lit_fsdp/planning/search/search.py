@@ -153,7 +153,7 @@ def choose(candidates: Sequence[Candidate]) -> Candidate | None:
     return best or next(iter(fitting), None)
 
 
-def find_smallest(candidates: Sequence[Candidate]) -> Candidate:
+def choose_smallest(candidates: Sequence[Candidate]) -> Candidate:
     """Return what comes nearest to fitting, where nothing does: of what the host has room for, the smallest."""
     return min(candidates, key=lambda candidate: (not candidate.fits_host, candidate.needed_bytes))
 
@@ -341,7 +341,7 @@ def _pick(candidates: Sequence[Candidate]) -> list[Candidate]:
     kept: list[Candidate] = []
     for changed, tried in trainings.items():
         fitting = [candidate for candidate in tried if candidate.fits]
-        rows = fitting[:1] or [find_smallest(tried)]
+        rows = fitting[:1] or [choose_smallest(tried)]
         for candidate in fitting[1:]:
             if candidate.peak_bytes <= _SMALLER * rows[-1].peak_bytes:
                 rows.append(candidate)

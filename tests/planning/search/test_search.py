@@ -21,7 +21,7 @@ from lit_fsdp.planning.closed_form.engine import StepEstimate
 from lit_fsdp.planning.closed_form.reader import UnreadableModuleError
 from lit_fsdp.planning.estimate import ModelToTrain
 from lit_fsdp.planning.search.report import apply_changes
-from lit_fsdp.planning.search.search import Candidate, Variant, choose, find_smallest, search
+from lit_fsdp.planning.search.search import Candidate, Variant, choose, choose_smallest, search
 from lit_fsdp.planning.search.steps import splits_batch
 from lit_fsdp.planning.step_parts import MicroBatch, Ranks
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
@@ -141,7 +141,7 @@ def test_masks_are_those_of_the_size_that_is_tried() -> None:
 
 def test_offload_that_the_host_has_no_room_for_is_not_what_comes_nearest() -> None:
     problem = describe(1, rows=1, tries_optimizers=False)
-    (smallest, on_device) = (find_smallest(search(replace(problem, host_bytes=size))) for size in (None, 0))
+    (smallest, on_device) = (choose_smallest(search(replace(problem, host_bytes=size))) for size in (None, 0))
     assert smallest.host_bytes > 0 == on_device.host_bytes
     # With all that saves memory, which the configured step has not.
     assert on_device.changes == {"trainer.strategy.activation_checkpointing.mode": "full"}
