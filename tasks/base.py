@@ -214,6 +214,18 @@ class Task(TakesMappings, LightningModule):
         """Return the context in which tensors without values, made like ``batch``, can run ``training_step``."""
         return nullcontext()
 
+    def take_model(self, model: nn.Module) -> None:
+        """Keep a model that was built on the meta device as ``self.model``, and finish it.
+
+        Not where that fails: a second run would take it as it is, in memory without values.
+        """
+        self.model: Any = model
+        try:
+            self.finish_model()
+        except BaseException:  # Ctrl-C, too
+            self.model = None
+            raise
+
     def finish_model(self) -> None:
         """Give a model that was built on the meta device its weights, unless the strategy will do it sharded.
 

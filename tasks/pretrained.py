@@ -172,16 +172,7 @@ class PretrainedTask(Task):
         self.resolve_quantization(model)
         self.adapt_model(model, lora=self.lora, quantization=self.quantization)
         self.change_model(model)
-        self.model = model  # not before all is well: other strategies could not move it away
-        self.finish_model()
-
-    @override
-    def finish_model(self) -> None:
-        try:
-            super().finish_model()
-        except BaseException:  # Ctrl-C, too
-            self.model = None  # or a second run would take it as it is: memory without the values
-            raise
+        self.take_model(model)
 
     @override
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:

@@ -174,8 +174,7 @@ class ImageClassification(Classifier):
         if self.layer_decay != 1:
             self._distances = measure_distances(model, blocks, self.layer_decay)
         self.val_metrics, self.test_metrics = (Metrics(len(self.class_names)) for _ in range(2))
-        self.model = model  # not before all is well: other strategies could not move it away
-        self.finish_model()
+        self.take_model(model)
 
     def _follow_images(self, config: PreTrainedConfig) -> None:
         if preprocessing := self._get_preprocessing():

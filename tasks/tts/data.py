@@ -128,7 +128,8 @@ class SpeechData(TaskData):
         self.max_seconds, self.repeat = max_seconds, repeat
         self.tokenizer_name, self.speaker_embedding, self.streaming = tokenizer, speaker_embedding, streaming
         self.text_dropout, self.default_speaker = text_dropout, default_speaker
-        self._given = speaker_embedding, text_dropout  # the others are those for the model
+        # As they were set, and as they are for the model.
+        self._given = self._resolved = speaker_embedding, text_dropout
         self.cache_dir = get_cache_dir(cache_dir)
         self.speech_config: FamilyConfig | None = None
         self.voices: dict[str, Voice] = {}
@@ -142,6 +143,8 @@ class SpeechData(TaskData):
         Raises:
             ValueError: The model cannot be trained on data that is laid out so.
         """
+        if (found := (self.speaker_embedding, self.text_dropout)) != self._resolved:  # set since
+            self._given = found
         choice, dropout = self._given
         if choice is None:
             choice = "none" if config.voice_size is None or config.designs_voices else "mean"
@@ -151,6 +154,7 @@ class SpeechData(TaskData):
         if self.speech_config is not None and config.raw != self.speech_config.raw:  # rows were read for that one
             self._rows, self._voiced_rows, self._known, self.voices = {}, [], {}, {}
         self.speaker_embedding, self.text_dropout, self.speech_config = choice, dropout, config
+        self._resolved = choice, dropout
 
     def restore_voices(self, voices: Mapping[str, Any]) -> None:
         """Go on with the voices of a checkpoint: numbers stay those that were trained on.
@@ -322,9 +326,9 @@ class SpeechData(TaskData):
         config = self._get_config()
         if isinstance(row, PreparedRow):
             speaker = self._choose_voice(row)
-        elif row.speaker or self.speaker_embedding != "none":
+        elif row.speaker or config.voice_size is None or self.speaker_embedding != "none":
             speaker = get_voice(row.speaker or None, self.voices, config)
-        else:  # as it is trained
+        else:  # nobody speaks in what it is trained on
             speaker = None
         return self._build(row, speaker)
 

@@ -236,9 +236,8 @@ class TextToSpeech(Task):
         rest = list_outside_blocks(model, family)
         self.adapt_model(model, lora=self.lora, quantization=self.quantization, keep=rest)
         freeze_parts(model, family, self.frozen_names)
-        self.model = model
         self._part_sizes = count_parts(family.list_parts(model))
-        self.finish_model()
+        self.take_model(model)
 
     def make_section(self) -> Section | None:
         """Return the sizes of the parts of the model, for the report."""

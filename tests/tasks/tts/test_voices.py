@@ -11,6 +11,7 @@ from speech_training import build_trainer
 from training import build_trainer as build_ranked_trainer
 
 from lit_fsdp import FSDP2Strategy
+from lit_fsdp.tasks.tts.evaluation.prompts import PromptRow
 from lit_fsdp.tasks.tts.families.model_types import parse_family
 from lit_fsdp.tasks.tts.generation import Sampling
 from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow, write_shard
@@ -66,6 +67,30 @@ def test_rows_are_trained_on_with_the_numbers_of_the_checkpoint(limit: dict[str,
         assert set(told) == expected
 
     run_ranks(body, world_size=1)
+
+
+def test_a_text_without_a_speaker_is_spoken_by_one_of_the_training(tmp_path: Path) -> None:
+    data = build_data(prepare(tmp_path / "a", "3"), batch_size=1)
+    data.attach(build_task(CSM).read_config())
+    data.setup("fit")
+    told = data.tokenizer.decode(data.encode_prompt(PromptRow(text="a")).text_ids, skip_special_tokens=True)
+    assert told.startswith("[3]")
+
+
+def test_weights_that_could_not_be_read_are_read_in_a_second_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, task = build_data(prepare(tmp_path / "a", "bruno"), batch_size=1), build_task(CSM)
+    with monkeypatch.context() as patch, pytest.raises(ConnectionError, match="the disk is gone"):
+        patch.setattr(type(task), "configure_weights", fail_to_read)
+        build_trainer(max_steps=1).fit(task, data)
+    assert task.model is None  # not memory without values
+    build_trainer(max_steps=1).fit(task, data)
+    assert task.model is not None
+
+
+def fail_to_read(_: Any) -> None:
+    raise ConnectionError("the disk is gone")
 
 
 def test_predict_knows_the_voices_of_a_checkpoint_without_its_data(tmp_path: Path) -> None:
