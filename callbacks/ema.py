@@ -43,7 +43,7 @@ class EMA(StepCallback):
             raise ValueError(f"decay: got {decay}: expected above 0, below 1, such as 0.999")
         self.decay, self.warmup = decay, warmup
         self._averages: dict[str, Tensor] = {}
-        self._module: LightningModule | None = None  # of which they are
+        self._module: LightningModule | None = None  # whose averages these are
         self._stored: Collection[str] = ()  # of a checkpoint that is loaded: names of its weights beside the average
         self._exact: dict[str, Tensor] = {}  # read from it
         self._num_updates = 0

@@ -22,6 +22,7 @@ SAVE_NUMBER = "save_number"  # in a single file
 _NUM_LOOKS = 5
 _MAX_DEPTH = 2  # of folders below one of checkpoints that are searched
 _OF_RANK_0, _OF_DEEPSPEED = "meta.pt", "checkpoint"  # in folders of Lightning's strategies, seen in lightning 2.6.6
+_OF_OTHERS = "was saved by another strategy, which numbers no saves (set its path to go on from it)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,10 +88,13 @@ def find_last_checkpoint(
         elif (target := entry.resolve()) in misfits or (target.is_file() and not ages[entry].save_number):
             is_wanted(entry)  # which finds out whether it fits
             passed_over[target] = ages[entry].written_ns
+    said: set[str] = set()
     for entry in sorted(passed_over, key=lambda e: passed_over[e], reverse=True):
         why = _describe_passed_over(entry, misfits.get(entry))
-        if found is None and entry in misfits:
+        if (found is None and entry in misfits) or why in said:
             continue
+        if why == _OF_OTHERS:  # of which there may be many: the newest
+            said.add(why)
         if found is None:
             report(f"{entry} {why}, and there is no other checkpoint")
         else:
@@ -102,7 +106,7 @@ def _describe_passed_over(entry: Location, misfit: str | None) -> str:
     if misfit is not None:
         return f"does not fit: {misfit}"
     if is_whole(entry):
-        return "was saved by another strategy, which numbers no saves (set its path to go on from it)"
+        return _OF_OTHERS
     return "leads nowhere" if entry.is_symlink() and not entry.exists() else "is not complete"
 
 

@@ -30,7 +30,7 @@ from lit_fsdp.strategy.roll_call import call_roll, open_store, sign_in
 
 MAX_TIMEOUT_S = 1e9  # 30 years; torch counts in nanoseconds, of which 64 bits hold 290
 _VARIABLE = "GLOO_SOCKET_IFNAME"
-_STARTED: WeakSet[dist.ProcessGroup] = WeakSet()  # here; one that a user has started keeps the timeout it was given
+_STARTED: WeakSet[dist.ProcessGroup] = WeakSet()  # by us: a group that a user has started keeps its timeout
 
 
 def init_process_group(

@@ -104,7 +104,7 @@ def check_run(
     for name in ("streaming", "speaker_embedding", *(("text_dropout",) if will_train else ())):
         before, now = checkpoint.get(SPEECH, {}).get(name), getattr(data, name, None)
         if None not in (before, now) and before != now:
-            rank_zero_warn(f"data.{name}: {now} is used from here on; the checkpoint was trained with {before}")
+            rank_zero_warn(f"data.{name}: {now} is used; the checkpoint was trained with {before}")
     check_adapters(checkpoint, pretrained=pretrained, quantization=quantization, lora=lora)
 
 

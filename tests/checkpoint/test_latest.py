@@ -150,7 +150,7 @@ def test_the_number_of_the_save_counts_whatever_clocks_and_copies_make_of_the_ti
 
 def test_a_newer_file_of_a_strategy_that_numbers_no_saves_is_passed_over_with_a_line(tmp_path: Path) -> None:
     numbered = make(tmp_path / "0" / "step=5.ckpt", 2, save_number=1, step=5)
-    for name, second in (("step=3", 1), ("step=9", 3), ("other", 4)):
+    for name, second in (("step=3", 1), ("step=7", 2.5), ("step=9", 3), ("other", 4)):  # of many, the newest is said
         (tmp_path / "1").mkdir(exist_ok=True)
         torch.save({"state_dict": {}, "global_step": 9}, tmp_path / "1" / f"{name}.ckpt")
         os.utime(tmp_path / "1" / f"{name}.ckpt", (second, second))
