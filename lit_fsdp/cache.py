@@ -40,7 +40,7 @@ def make_key(**facts: Any) -> str:
 
 
 def hash_files(cache_dir: Path, paths: Sequence[Path]) -> list[str]:
-    """Return digests of the contents of files, each read by one process, and again only after a change.
+    """Return digests of the contents of files, read by one process, and all again only after one of them has changed.
 
     Raises:
         ValueError: One cannot be read.
