@@ -16,7 +16,7 @@ from lit_fsdp.reporting.sections import Section, Table, print_table
 
 _GIB = 2**30
 _TITLES: Mapping[Size, tuple[str, str]] = {
-    "seq_length": ("Longest rows that fit", "the model has no more positions"),
+    "seq_length": ("Longest rows that fit", "the model has no more positions, or more were not tried"),
     "batch_size": ("Largest micro-batch of a rank that fits", "more were not tried"),
 }
 _MOST_MACHINES = 12
