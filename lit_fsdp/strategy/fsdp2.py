@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 from weakref import WeakKeyDictionary, WeakSet
 
 import lightning.pytorch as pl
@@ -117,7 +118,8 @@ from lit_fsdp.strategy.uneven_loaders import EvenBatches
 from lit_fsdp.weights.load import init_weights, iterate_meta, materialize
 
 
-class _Sharded(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class _Sharded:
     """How a run has sharded a module. Its second run may be under another strategy, or after one of another module."""
 
     settings: Settings
@@ -481,9 +483,10 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         before = {name: getattr(used, name) for name in self.settings.list_changed(used)}
         who, answer = "", "leave it out, or let the strategy shard the module"
         if module in _SHARDED:
-            before.pop("mixed_precision", None)  # the dtypes that come of it and of precision are compared
             if _SHARDED[module].dtypes != self.precision_plugin.mixed_precision:
-                before |= {"precision": _SHARDED[module].precision, "mixed_precision": used.mixed_precision}
+                before["precision"] = _SHARDED[module].precision
+            else:  # other words for the same
+                before.pop("mixed_precision", None)
             values = ", ".join(f"{name}: {value}" for name, value in before.items())
             who, answer = " by an earlier run", f"set what that had ({values}), or build the module anew"
         if before:
@@ -597,7 +600,9 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
                 "see docs/limits.md"
             )
         plugin = self.precision_plugin
-        _SHARDED[module] = _Sharded(self.settings, str(plugin.precision), plugin.mixed_precision, self.plan)
+        _SHARDED[module] = _Sharded(
+            settings=self.settings, precision=str(plugin.precision), dtypes=plugin.mixed_precision, plan=self.plan
+        )
 
     def _describe_fit(self, module: pl.LightningModule) -> None:
         """Warn of what only training would suffer from, and keep the table of units to be printed."""
