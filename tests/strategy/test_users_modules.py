@@ -973,6 +973,21 @@ def test_uneven_validation_batches_are_refused_instead_of_waiting_for_ever(tmp_p
         run_ranks(partial(train, use_distributed_sampler=False), Uneven, tmp_path / "out", True, timeout_s=60)
 
 
+class Shrinking(Plain):
+    """Has fewer rows from the second epoch on, on one rank."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        num_rows = 24 - 8 * (dist.get_rank() and self.trainer.current_epoch)
+        return DataLoader(torch.utils.data.Subset(Rows(), range(num_rows)), batch_size=8)
+
+
+@pytest.mark.full
+def test_loaders_that_are_made_anew_are_compared_anew(tmp_path: Path) -> None:
+    run = partial(train, use_distributed_sampler=False, reload_dataloaders_every_n_epochs=1, max_epochs=2)
+    with pytest.raises(RankError, match=r"train_dataloader: got 2 batches on one rank and 3 on another: "):
+        run_ranks(run, Shrinking, tmp_path / "out", True, timeout_s=60)
+
+
 class Stream(IterableDataset[dict[str, Tensor]]):
     """Rows of unknown number."""
 
