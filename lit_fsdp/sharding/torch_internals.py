@@ -148,7 +148,8 @@ def end_step(root: nn.Module) -> None:
             for parameter in group.fsdp_params:
                 # torch 2.13 leaves what was being copied, and gradients that no_sync adds up.
                 parameter.free_unsharded_param()
-                parameter.unsharded_accumulated_grad = None
+                if torch.__version__ < "2.15":  # else it is the gradient of the gathered form
+                    parameter.unsharded_accumulated_grad = None
                 if (gathered := get_gathered(parameter)) is not None:
                     gathered.grad = None
                 parameter.grad_offload_event = None
