@@ -9,7 +9,7 @@ from typing import Any
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.planning.closed_form.engine import estimate_step
 from lit_fsdp.planning.estimate import Hardware, StepCost, estimate_step_time
-from lit_fsdp.planning.needed_memory import compute_needed_bytes
+from lit_fsdp.planning.needed_memory import compute_needed_bytes, count_outside_bytes
 from lit_fsdp.planning.step_parts import MicroBatch, ModelToTrain, Ranks
 from lit_fsdp.planning.timing.step_time import StepTime
 from lit_fsdp.quantization.layers import iterate_quantized
@@ -186,7 +186,7 @@ def _try_all(problem: Problem, variant: Variant, offload: CPUOffload | None) -> 
     for size in _list_sizes(problem):
         known: list[Candidate] = []
         for settings in _list_settings(problem, variant, offload, size):
-            if problem.only_fastest and any(_is_beaten(settings, candidate) for candidate in known):
+            if problem.only_fastest and any(_is_beaten(problem, settings, candidate) for candidate in known):
                 continue
             for optimizer in optimizers:
                 model = replace(variant.model, optimizer=optimizer)
@@ -196,11 +196,17 @@ def _try_all(problem: Problem, variant: Variant, offload: CPUOffload | None) -> 
             return
 
 
-def _is_beaten(settings: Settings, known: Candidate) -> bool:
-    """Whether settings, later in the list, only recompute more than what fits, or hold more than what does not."""
+def _is_beaten(problem: Problem, settings: Settings, known: Candidate) -> bool:
+    """Whether settings, later in the list, only recompute more than what fits, or hold more than what does not.
+
+    The latter by tensors alone: what the allocator takes beside them may be less where more are held.
+    """
     own = known.settings
     if known.fits:
         return replace(settings, activation_checkpointing=own.activation_checkpointing) == own
+    left_bytes = problem.device_bytes - count_outside_bytes(problem.ranks.resolve(own.mesh))
+    if known.fits_host and known.peak_bytes <= left_bytes:
+        return False
     return own.sharding.reshard_after_forward is True and replace(settings, sharding=own.sharding) == own
 
 

@@ -18,6 +18,7 @@ from lit_fsdp.planning.estimate import ModelToTrain
 from lit_fsdp.planning.search.process import RESULT, RequestReader, SearchProcess, SearchRequest, pack_request
 from lit_fsdp.planning.search.search import Candidate, StepCost, Variant, choose, search
 from lit_fsdp.planning.search.traced import answer
+from lit_fsdp.planning.step_parts import Replay
 from lit_fsdp.planning.timing.hardware import find_gpu
 from lit_fsdp.sharding.settings import Settings
 
@@ -244,6 +245,20 @@ def test_what_can_only_be_slower_is_not_traced_and_the_choice_is_the_same(num_mi
         assert choose(some) == choose(every)
         assert num_traced < num_all
     assert search_counting(replace(problem, only_fastest=True))[1] <= 1 + num_micro_batches
+
+
+@pytest.mark.full
+def test_what_holds_more_is_traced_where_the_allocator_may_take_less_for_it() -> None:
+    def trace(model: ModelToTrain, settings: Settings, rows: int, num_micro_batches: int) -> StepCost:
+        cost = estimate_512(model, settings, rows, num_micro_batches)
+        taken = round(cost.memory.peak.num_bytes * (1.02 if settings.sharding.reshard_after_forward is False else 2.0))
+        names = ("reserved_bytes", "steady_bytes", "least_bytes", "expandable_bytes")
+        return replace(cost, replay=Replay(num_retries=0, **dict.fromkeys(names, taken)))
+
+    problem = describe(2**40, splits_batch=False, tries_optimizers=False, trace=trace)
+    for needed in sorted(candidate.needed_bytes for candidate in search(problem)):
+        small = replace(problem, device_bytes=needed)
+        assert choose(search(replace(small, only_fastest=True))) == choose(search(small))
 
 
 def search_counting(problem: Any) -> tuple[list[Candidate], int]:
