@@ -88,10 +88,10 @@ def find_largest(count_left: Callable[[int], int], low: int, high: int) -> int |
         high: The largest.
     """
     left_low, left_high = count_left(low), count_left(high)
+    if left_high >= 0:  # first: with no_sync, one micro-batch of a global batch holds less than several smaller ones
+        return high
     if left_low < 0:
         return None
-    if left_high >= 0:
-        return high
     num_straight = _NUM_STRAIGHT
     while high - low > max(1, _CLOSE * low):
         middle = round((low * high) ** 0.5)

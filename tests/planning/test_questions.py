@@ -100,6 +100,17 @@ def test_a_limit_fits_and_two_percent_more_does_not(question: str, size: str) ->
 
 
 @pytest.mark.full
+def test_the_largest_batch_is_found_where_smaller_ones_hold_unreduced_gradients() -> None:
+    options = ["--config=run.yaml", "--devices=2", "--data.global_batch_size=16", "--data.seq_length=16"]
+    options.append("--trainer.strategy.sharding.no_sync=true")
+    needed = [plan(*options, f"--data.batch_size={n}", "--device-memory=8GiB")["device"]["needed_bytes"] for n in (1, 8)]
+    assert needed[1] < needed[0]  # one micro-batch has nothing to hold
+    found = plan(*options, "--data.batch_size=1", f"--device-memory={needed[1]}B", "--largest")["largest"]["limits"]
+    assert found[0]["value"] == 8
+    assert found[0]["needed_bytes"] == needed[1]
+
+
+@pytest.mark.full
 def test_a_step_that_does_not_fit_names_settings_that_do(capfd: pytest.CaptureFixture[str]) -> None:
     needed = plan("--config=run.yaml", "--devices=2", GPU)["memory"]["peak_bytes"]
     memory = f"--device-memory={count_outside_bytes(MeshSizes(1, 2)) + round(0.9 * needed)}B"
