@@ -254,7 +254,7 @@ class PlanTrainer(PlannedTrainer):
         given = _list(self.given_config.get("trainer", {}).get("callbacks"))
         if "lit_fsdp.callbacks.EMA" not in [callback["class_path"] for callback in given]:
             return found
-        num_bytes = 4 * found.num_trained // found.num_shards
+        num_bytes = 4 * found.num_trained_here
         size, name = choose_unit(num_bytes)
         where = "host memory for each rank" if found.is_offloaded else "each GPU"
         notes = [f"EMA: its average, {num_bytes / size:.2f} {name} of {where} in float32, is not counted"]

@@ -30,7 +30,7 @@ from lit_fsdp.profiling.memory_log import StepMemory
 from lit_fsdp.quantization.layers import count_weights, iterate_quantized
 from lit_fsdp.sharding.mesh import MeshSizes
 from lit_fsdp.sharding.settings import Settings
-from lit_fsdp.sharding.wrap import Unit, count_shard_bytes, plan_module
+from lit_fsdp.sharding.wrap import Unit, count_rank_bytes, count_shard_bytes, plan_module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +51,7 @@ class Plan:
     num_micro_batches: int
     num_weights: int  # those of quantized layers and of adapters included
     num_trained: int
+    num_trained_here: int  # of these, what a rank holds
     staged_bytes: int  # of host memory of a rank, for the copy that ``async_save`` writes
     quantized_bytes: int  # of the parameters that are stored as 4 or 8 bits, a part of ``parameters``
     engine: str  # that the memory was found with
@@ -118,7 +119,7 @@ def plan_step(step: PlannedStep, *, exact: bool, hardware: Hardware | None = Non
     quantized_bytes = _count_quantized(step.module, shards)
     # Before a trace shards the module, but of layers that are split only that knows the parts.
     communication: Sequence[UnitBytes] = estimate_bytes(step.module, units, settings.sharding, dtypes, **counts)
-    written_bytes = _count_written(step, units, shards)
+    written_bytes, num_trained_here = _count_written(step, units, shards), _count_trained(step, shards)
     common: dict[str, Any] = {"ranks": step.ranks, "num_micro_batches": step.num_micro_batches}
     estimate, model, micro_batch, reason = None, None, None, ""
     try:
@@ -137,6 +138,7 @@ def plan_step(step: PlannedStep, *, exact: bool, hardware: Hardware | None = Non
     assert cost is not None
     if cost.split_units:
         communication, written_bytes = cost.split_units, _count_written(step, units, shards)
+        num_trained_here = _count_trained(step, shards)
     time = None
     if hardware is not None and model is not None and micro_batch is not None:
         time = estimate_step_time(model, settings, hardware, cost, micro_batch=micro_batch, **common)
@@ -158,6 +160,7 @@ def plan_step(step: PlannedStep, *, exact: bool, hardware: Hardware | None = Non
         num_micro_batches=step.num_micro_batches,
         num_weights=sum(weights.values()),
         num_trained=num_trained,
+        num_trained_here=num_trained_here,
         staged_bytes=written_bytes + _get_optimizer_bytes(cost.memory) if step.strategy.async_save else 0,
         quantized_bytes=quantized_bytes,
         engine="closed form" if traced is None else "exact trace",
@@ -203,6 +206,12 @@ def _count_written(step: PlannedStep, units: Sequence[Unit], num_shards: int) ->
     left_out = list_left_out(step.module, step.strategy.checkpoint_format, step.strategy.save_frozen)
     written = (replace(u, parameters=tuple(n for n in u.parameters if n not in left_out)) for u in units)
     return sum(count_shard_bytes(step.module, unit, num_shards) for unit in written)
+
+
+def _count_trained(step: PlannedStep, num_shards: int) -> int:
+    """Return how many trainable parameters a rank holds: of layers that are split, its parts of them."""
+    trained = (p for p in step.module.parameters() if p.requires_grad)
+    return sum(count_rank_bytes(p, num_shards) // p.element_size() for p in trained)
 
 
 def _get_optimizer_bytes(memory: StepMemory) -> int:

@@ -116,8 +116,11 @@ def test_a_search_leaves_out_what_the_settings_refuse(capfd: pytest.CaptureFixtu
 @pytest.mark.full
 def test_split_layers_are_traced_timed_and_searched(capfd: pytest.CaptureFixture[str]) -> None:
     config, split = f"--config={ROOT / 'configs' / 'quickstart.yaml'}", "--trainer.strategy.mesh.tensor=2"
-    whole, found = plan(config, "--devices=2"), plan(config, split, "--devices=4", "--gpu=RTX 4090")
+    Path("ema.yaml").write_text("trainer: {callbacks: {class_path: lit_fsdp.callbacks.EMA}}")
+    whole = plan(config, "--devices=2")
+    found = plan(config, "--config=ema.yaml", split, "--devices=4", "--gpu=RTX 4090")
     assert (found["engine"], found["ranks"]["tensor"]) == ("exact trace", 2)
+    assert "EMA: its average, 1.00 MiB of each GPU in float32, is not counted" in found["notes"]  # a quarter
     sent, before = (p["communication"]["bytes_per_step"]["reduce_scatter"] for p in (found, whole))
     num_norms = 9 * 128  # which are not split
     assert sent == (before - 4 * num_norms) // 2 + 4 * num_norms
