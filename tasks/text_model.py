@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -66,9 +67,27 @@ def build_model(config: PreTrainedConfig, attention: str, kind: ModelKind = CAUS
         if " does not support an attention implementation" in text:
             raise ValueError(f"{got}: {text.split(maxsplit=1)[0]} does not have it; set auto") from error
         raise ValueError(f"{got}: {text.strip().splitlines()[0]}; set auto") from error
+    _check_heads(model)
     if kind is CAUSAL_LM:
         _refuse_looking_ahead(model)
     return model
+
+
+def _check_heads(model: PreTrainedModel) -> None:
+    """Refuse heads that cannot share those of keys and values, of which many configurations have a number by default.
+
+    Only where a layer makes keys of so many heads: some architectures do not use their default.
+    """
+    for layer in model.modules():
+        config: Any = getattr(layer, "config", None)
+        heads, shared = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+        if not isinstance(heads, int) or not isinstance(shared, int) or shared < 1 or not heads % shared:
+            continue
+        if hasattr(layer, "k_proj") and getattr(layer, "num_key_value_groups", None) == heads // shared:
+            raise ValueError(
+                f"config.num_key_value_heads: got {shared}: the {heads} heads of num_attention_heads share them "
+                f"evenly: expected a divisor, such as {math.gcd(heads, shared)}"
+            )
 
 
 def _refuse_looking_ahead(model: PreTrainedModel) -> None:

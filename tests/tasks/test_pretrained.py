@@ -121,6 +121,14 @@ def test_what_only_the_model_refuses_names_the_setting_too(change: dict[str, Any
         build_model(make_config(settings), "sdpa")
 
 
+def test_heads_of_keys_that_are_so_many_by_default_are_refused_where_a_layer_makes_them() -> None:
+    settings = {name: value for name, value in TINY.items() if name != "num_key_value_heads"}
+    with pytest.raises(ValueError, match=r"config.num_key_value_heads: got 32: the 4 heads .* a divisor, such as 4"):
+        build_model(make_config({**settings, "model_type": "qwen3"}), "auto")
+    latent = {"model_type": "deepseek_v3", "kv_lora_rank": 8, "q_lora_rank": 8}  # 128 by default, of no use
+    build_model(make_config({**settings, **latent}), "auto")
+
+
 @pytest.mark.parametrize(
     "settings",
     [
