@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import wraps
 from typing import Any, cast
 
 import torch
@@ -40,6 +41,23 @@ if torch.__version__ < "2.15":
             _hold(self)
 
     FSDPParam.to_accumulated_grad_if_needed = _hold_if_gathered  # type: ignore[method-assign]
+
+
+def _leave_inference_mode(function: Any) -> Any:
+    @wraps(function)
+    def call(*args: Any) -> None:
+        if not torch.is_inference_mode_enabled():
+            return function(*args)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args)
+
+    return call
+
+
+# FSDP2 makes the tensors that parameters are gathered into once: if first in a forward under inference_mode, as of a
+# method that draws samples, no later step could use them. Seen in torch 2.13.
+for _name in ("init_all_gather_outputs", "init_unsharded_param"):
+    setattr(FSDPParam, _name, _leave_inference_mode(getattr(FSDPParam, _name)))
 
 
 class _TakesMemory:
@@ -154,6 +172,43 @@ def end_step(root: nn.Module) -> None:
                     gathered.grad = None
                 parameter.grad_offload_event = None
                 parameter.sharded_param.grad = None
+
+
+def settle_root(root: nn.Module) -> None:
+    """Let a sharded module be the root of the units inside it, once all have their memory.
+
+    Left alone, FSDP2 takes what is called first, which in a hook may be a unit inside.
+    """
+    if isinstance(root, FSDPModule):
+        root._get_fsdp_state()._lazy_init()
+
+
+def gather_when_called(root: nn.Module) -> None:
+    """Let modules gather what is a root's own when they are called while that is sharded.
+
+    Such as a network that a hook draws samples from: its own units gather, and nothing else does. With gradients only
+    inside of the root's forward, where a ``state_dict`` lets go of what is gathered: elsewhere its backward would not
+    reduce them.
+    """
+    if not isinstance(root, FSDPModule):
+        return
+    state = root._get_fsdp_state()
+    for group in state._fsdp_param_groups:
+
+        def gather(*_: Any, group: Any = group) -> None:
+            if torch.compiler.is_compiling() or group.is_unsharded:
+                return
+            if not torch.is_grad_enabled() or state._training_state == TrainingState.FORWARD:
+                now = state._device_handle.current_stream()  # may still write to shards
+                state._comm_ctx.all_gather_copy_in_stream.wait_stream(now)
+                state._comm_ctx.all_gather_stream.wait_stream(now)
+                root.unshard()
+
+        infos = [parameter._module_info for parameter in group.fsdp_params]
+        holders = {module: None for info in infos for module in (info.module, *info.shared_modules)}
+        for module in dict.fromkeys((*root.children(), *holders)):
+            if module is not root:
+                module.register_forward_pre_hook(gather, prepend=True)
 
 
 def list_gathered(parameter: Any) -> list[Tensor]:

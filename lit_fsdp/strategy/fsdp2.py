@@ -67,7 +67,13 @@ from lit_fsdp.sharding.shard import (
     reshard_when_toggled,
 )
 from lit_fsdp.sharding.tensor_parallel import check_gradients
-from lit_fsdp.sharding.torch_internals import UnitInternals, list_edited, list_units
+from lit_fsdp.sharding.torch_internals import (
+    UnitInternals,
+    gather_when_called,
+    list_edited,
+    list_units,
+    settle_root,
+)
 from lit_fsdp.sharding.unit_table import make_table, print_table
 from lit_fsdp.sharding.wrap import Unit, Wrap, get_class
 from lit_fsdp.strategy.data_module import get_data_module
@@ -599,6 +605,8 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
                 f"max_norm of {join_names(limited)} has no lasting effect: it changes gathered copies of the weights; "
                 "see docs/limits.md"
             )
+        for root in find_roots(module):
+            gather_when_called(root)  # type: ignore[arg-type]
         plugin = self.precision_plugin
         _SHARDED[module] = _Sharded(
             settings=self.settings, precision=str(plugin.precision), dtypes=plugin.mixed_precision, plan=self.plan
@@ -628,6 +636,9 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         parameter_device = torch.device("cpu") if self.settings.cpu_offload is not None else None
         materialize(module, self.root_device, parameter_device=parameter_device)
         register_steps(module, STEPS)
+        if module in _SHARDED:
+            for root in find_roots(module):
+                settle_root(root)  # type: ignore[arg-type]
         configure_weights: Any = getattr(module, "configure_weights", None)
         if is_empty and configure_weights is not None:
             configure_weights()
@@ -934,6 +945,8 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
+        if tensor.is_inference():  # of a method of the user's, which may not be changed outside of it
+            tensor = tensor.clone()
         # gloo has no mean, and Lightning's way of telling misses it in a combined backend.
         is_mean = reduce_op in (None, "mean", "avg", dist.ReduceOp.AVG)
         op = getattr(dist.ReduceOp, reduce_op.upper()) if isinstance(reduce_op, str) and not is_mean else reduce_op

@@ -26,7 +26,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
-from models import to_full
+from models import Block, to_full
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -661,6 +661,69 @@ def test_what_a_forward_without_a_backward_has_gathered_hides_no_step_and_no_cha
     build: Callable[[], pl.LightningModule], tmp_path: Path
 ) -> None:
     compare(build, tmp_path)
+
+
+class Samples(Plain):
+    """Draws from its network outside of steps, from before the first one on; what it draws is in what is compared."""
+
+    context: ClassVar[Callable[[], Any]] = torch.no_grad
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), Block(8), Block(8), nn.Linear(8, 1))
+        self.register_buffer("drawn", torch.zeros(1))
+
+    def draw(self) -> None:
+        with self.context():
+            self.drawn += self.net(torch.ones(1, 6)).sum()
+
+    def on_train_start(self) -> None:
+        self.draw()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.draw()
+
+
+class SamplesForInference(Samples):
+    """Draws under ``inference_mode``, also in a training step, and evaluates under it."""
+
+    context = torch.inference_mode
+
+    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+        self.draw()
+        return super().training_step(batch, index)
+
+    @torch.inference_mode()
+    def validation_step(self, batch: dict[str, Tensor], index: int) -> None:
+        is_reduced = not isinstance(self.trainer.strategy, DDPStrategy)  # which fails where ranks meet over gloo
+        self.log("val", super().training_step(batch, index), sync_dist=is_reduced)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self.train_dataloader()
+
+
+class CopiesTarget(Samples):
+    """Copies its network to a target inside of training steps, before these use both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+        if index % 2:
+            self.target.load_state_dict(self.net.state_dict())
+        with torch.no_grad():
+            wanted = batch["y"] + 0.1 * self.target(batch["x"])
+        return super().training_step({**batch, "y": wanted}, index)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("build", [Samples, SamplesForInference, CopiesTarget])
+def test_networks_may_be_called_outside_of_steps_and_without_gradients(
+    build: type[Samples], world_size: int, tmp_path: Path
+) -> None:
+    compare(build, tmp_path, world_size=world_size)
 
 
 class Differentiated(Plain):
