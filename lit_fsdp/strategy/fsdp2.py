@@ -86,6 +86,7 @@ from lit_fsdp.strategy.lightning_internals import (
     evaluate_without_inference_mode,
     forget_train_loader,
     is_last_micro_batch,
+    is_last_validation_batch,
     is_placeholder,
     keep_links,
     save_where_all_fail,
@@ -685,6 +686,13 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
             self._warn_of_edited("training_step", "do it in on_train_batch_end")
         if not self._module.automatic_optimization:
             self._reshard()  # what was used last without a backward, for hooks that change weights
+        return output
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        output = super().validation_step(*args, **kwargs)
+        if is_last_validation_batch(self._module.trainer):
+            self._reshard()  # for hooks that put weights back, such as those that an average of them took the place of
         return output
 
     def _follow_toggles_of_kept(self) -> None:

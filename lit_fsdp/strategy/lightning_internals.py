@@ -137,6 +137,11 @@ def is_last_micro_batch(trainer: pl.Trainer) -> bool:
     return not trainer.fit_loop._should_accumulate()
 
 
+def is_last_validation_batch(trainer: pl.Trainer) -> bool:
+    """Whether the batch of a validation inside of training is the last that is known of."""
+    return trainer.fit_loop.epoch_loop.val_loop.batch_progress.is_last_batch
+
+
 def is_of_unknown_length(loop: Any) -> bool:
     """Whether a loop asks loaders that do not know their length, and knows its last batch by asking ahead."""
     fetcher = loop._data_fetcher

@@ -726,6 +726,39 @@ def test_networks_may_be_called_outside_of_steps_and_without_gradients(
     compare(build, tmp_path, world_size=world_size)
 
 
+class ValidatesAverage(Samples):
+    """Validates an average of its weights, which hooks put in their place and take out again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = deepcopy(self.net).requires_grad_(False)
+        self.kept: list[Tensor] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for mean, own in zip(self.average.parameters(), self.net.parameters(), strict=True):
+            mean.data.mul_(0.5).add_(own.data, alpha=0.5)
+
+    def on_validation_epoch_start(self) -> None:
+        self.kept = [own.detach().clone() for own in self.net.parameters()]
+        for mean, own in zip(self.average.parameters(), self.net.parameters(), strict=True):
+            own.data.copy_(mean.data)
+
+    def validation_step(self, *_: Any) -> None:
+        self.draw()
+
+    def on_validation_epoch_end(self) -> None:
+        for before, own in zip(self.kept, self.net.parameters(), strict=True):
+            own.data.copy_(before)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self.train_dataloader()
+
+
+@pytest.mark.full
+def test_hooks_put_weights_back_after_the_last_batch_of_a_validation(tmp_path: Path) -> None:
+    compare(ValidatesAverage, tmp_path)
+
+
 class Differentiated(Plain):
     """Differentiates inside of a step: a penalty on gradients, on the weights of blocks, or an attack on its inputs."""
 
