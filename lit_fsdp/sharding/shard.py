@@ -400,6 +400,11 @@ def _check_dtypes(model: nn.Module, plan: Sequence[Unit], whole: Container[nn.Pa
         trained = {name: p for name, p in trained.items() if p.ndim and p not in whole}
         first = next(iter(trained), "")
         for name, parameter in trained.items():
+            if parameter.is_complex():  # reduced in a real dtype, which drops a part
+                raise ValueError(
+                    f"{name} is {parameter.dtype}: gradients of complex parameters cannot be reduced; keep "
+                    "torch.view_as_real of it as the parameter, and use torch.view_as_complex in forward"
+                )
             if parameter.dtype != trained[first].dtype:
                 raise ValueError(
                     f"{name} is {parameter.dtype} and {first} is {trained[first].dtype}: the trainable parameters of "
@@ -408,7 +413,12 @@ def _check_dtypes(model: nn.Module, plan: Sequence[Unit], whole: Container[nn.Pa
 
 
 def _refuse_states(model: nn.Module, whole: Container[nn.Parameter]) -> None:
-    """Refuse parameters of bitsandbytes, which FSDP2 replaces by plain ones."""
+    """Refuse parameters of bitsandbytes, which FSDP2 replaces by plain ones, and gradients that it cannot reduce."""
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        is_sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        if is_sparse and weight is not None and weight.requires_grad and weight not in whole:
+            raise ValueError(f"{name}.sparse: got True: sparse gradients cannot be reduced to shards; leave it out")
     for name, parameter in model.named_parameters():
         if type(parameter).__module__.startswith("bitsandbytes.") and parameter not in whole:
             raise ValueError(

@@ -192,6 +192,32 @@ class FourBits(Plain):
         self.net = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), layer.to("cpu"), nn.Linear(15, 1))  # which quantizes
 
 
+class SparseGradients(Plain):
+    """Embeds numbers of rows with gradients of the rows alone that it has read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(NUM_ROWS, 6, sparse=True)
+
+    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+        return super().training_step({**batch, "x": batch["x"] + self.table(batch["number"])}, index)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+
+class Waves(Plain):
+    """Has complex weights, as Fourier neural operators do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+        x = torch.fft.irfft(torch.fft.rfft(batch["x"]) * self.weight)
+        return super().training_step({**batch, "x": x}, index)
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -201,8 +227,10 @@ class FourBits(Plain):
         ),
         (partial(Stepped, torch.optim.Adafactor), "got Adafactor of torch.optim: .*; take lit_fsdp.optim.Adafactor"),
         (FourBits, r"net.2.weight is a Params4bit of bitsandbytes: .* set quantization of CausalLM"),
+        pytest.param(SparseGradients, "table.sparse: got True: .*; leave it out", marks=pytest.mark.full),
+        pytest.param(Waves, "weight is torch.complex64: .* keep torch.view_as_real", marks=pytest.mark.full),
     ],
-    ids=["AdamW8bit", "Adafactor", "Linear4bit"],
+    ids=["AdamW8bit", "Adafactor", "Linear4bit", "sparse", "complex"],
 )
 def test_what_cannot_be_sharded_trains_on_one_rank_and_is_refused_on_two(
     build: Callable[[], pl.LightningModule], message: str, tmp_path: Path
