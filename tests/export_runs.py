@@ -30,6 +30,7 @@ SIZES = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": SIZES,
     "tied": {**SIZES, "tie_word_embeddings": True},
+    "apertus": {},
     "mixtral": {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "head_dim": 32},
     "qwen3_moe": {},
     "olmoe": {},

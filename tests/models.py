@@ -21,6 +21,7 @@ LANGUAGE_MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_GATED, "num_experts": 5, "moe_intermediate_size": 16, "num_experts_per_tok": 2},
     "gemma3_text": _GATED,
     "mistral": _GATED,
+    "apertus": _GATED,
     "mixtral": {**_GATED, "num_local_experts": 4},
     "gpt_oss": {**_GATED, "num_local_experts": 4, "num_experts_per_tok": 2},
     "olmoe": {**_WIDTH, "intermediate_size": 64, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2},

@@ -284,6 +284,14 @@ class OpenedLM(CausalLM):
             self.model.generation_config.eos_token_id = generation.eos_token_id
 
     @override
+    def load_base(self) -> None:
+        assert self.model is not None
+        if self.source.pretrained is None:
+            init_unstored(self.model)  # all else is in the checkpoint
+        else:
+            super().load_base()
+
+    @override
     def configure_weights(self) -> None:
         super().configure_weights()
         assert self.model is not None

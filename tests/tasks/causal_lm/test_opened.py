@@ -10,15 +10,20 @@ from typing import Any
 import pytest
 import torch
 from export_runs import PLAIN, measure, run_model, save_base, train
+from models import make_tokens
+from torch import Tensor
+from torch.utils.data import DataLoader
+from training import build_trainer
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from lit_fsdp import FSDP2Strategy
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.cli.chat import chat
 from lit_fsdp.export.model import export_model
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.sharding.mesh import DataRanks
 from lit_fsdp.tasks.causal_lm.harness import HarnessData
-from lit_fsdp.tasks.causal_lm.opened import load_whole, open_source, open_tokenizer
+from lit_fsdp.tasks.causal_lm.opened import OpenedLM, load_whole, open_source, open_tokenizer
 from ranks import run_ranks
 
 CPU: dict[str, Any] = {"dtype": "float32", "attention": "sdpa", "device": torch.device("cpu")}
@@ -69,6 +74,26 @@ def test_a_checkpoint_and_its_export_have_the_logits_of_the_training_model(name:
     source = open_source(str(tmp_path / "exported"), quantization=quantization)
     assert (source.adapter is not None) == (lora is not None)
     assert measure(run_model(load_whole(source, **CPU)), tmp_path) <= 1e-6
+
+
+class ReadLM(OpenedLM):
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.train().model(input_ids=batch, use_cache=False).logits
+
+
+def predict(folder: Path) -> None:
+    path, trainer = str(folder / "last.ckpt"), build_trainer(FSDP2Strategy(print_plan=False))
+    found: Any = trainer.predict(ReadLM(source=path), DataLoader(make_tokens(), batch_size=2), ckpt_path=path)
+    torch.save(found[0], folder / "predicted.pt")
+
+
+@pytest.mark.full(after=1)
+def test_a_model_of_a_checkpoint_needs_no_random_weights(tmp_path: Path) -> None:
+    """Those of Apertus have none: it sets its activations where it is built."""
+    base = save_base(tmp_path / "base", "apertus")
+    run_ranks(train, tmp_path, {"pretrained": str(base)})
+    run_ranks(predict, tmp_path)
+    assert measure(torch.load(tmp_path / "predicted.pt"), tmp_path) <= 1e-6
 
 
 def test_models_without_the_attention_of_torch_are_opened_without_a_setting(tmp_path: Path) -> None:
