@@ -142,7 +142,12 @@ def _open_checkpoint(given: str, path: Path | RemotePath, base: str | None) -> M
         if base is not None:
             raise ValueError(f"base: got {base!r}: {stored.path} holds all weights of its model; leave it out")
         lora = read_lora(stored) if LORA in stored.meta else None
-        return replace(source, lora=lora, dtype=_widest(found - {"uint8", "int8"}))
+        if lora is not None and found & {"uint8", "int8"}:
+            raise ValueError(
+                f"model: {stored.path} holds adapters over random weights that were quantized, which serves as a trial "
+                "only: train them over pretrained weights, or leave out quantization"
+            )
+        return replace(source, lora=lora, dtype=_widest(found))
     name = fetch_base(str(stored.meta[BASE]["name"]), None) if base is None else str(open_base(stored, base))
     return replace(
         source,

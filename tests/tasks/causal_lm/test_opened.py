@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from export_runs import PLAIN, measure, run_model, save_base, train
-from models import make_tokens
+from export_runs import FAMILIES, PLAIN, measure, run_model, save_base, train
+from models import LANGUAGE_MODELS, make_tokens
 from torch import Tensor
 from torch.utils.data import DataLoader
 from training import build_trainer
@@ -94,6 +94,14 @@ def test_a_model_of_a_checkpoint_needs_no_random_weights(tmp_path: Path) -> None
     run_ranks(train, tmp_path, {"pretrained": str(base)})
     run_ranks(predict, tmp_path)
     assert measure(torch.load(tmp_path / "predicted.pt"), tmp_path) <= 1e-6
+
+
+@pytest.mark.full(after=1)
+def test_adapters_over_random_weights_that_were_quantized_are_refused_by_what_they_are(tmp_path: Path) -> None:
+    config = {"model_type": "llama", **LANGUAGE_MODELS["llama"], **FAMILIES["llama"]}
+    run_ranks(train, tmp_path, {"config": config, "lora": PLAIN, "quantization": Quantization()}, world_size=1)
+    with pytest.raises(ValueError, match=r"^model: .* holds adapters over random weights that were quantized, "):
+        open_source(str(tmp_path / "last.ckpt"))
 
 
 def test_models_without_the_attention_of_torch_are_opened_without_a_setting(tmp_path: Path) -> None:
