@@ -80,6 +80,23 @@ def find_answers(messages: list[Message], whole: str, render: Render, markers: T
     return spans
 
 
+def check_answers(messages: list[Message], whole: str, render: Render) -> None:
+    """Refuse a chat of which a template that marks answers leaves one out: its mark would hold no more than its end.
+
+    Args:
+        messages: Of the chat.
+        whole: These messages, rendered.
+        render: Renders messages by the template.
+
+    Raises:
+        RowError: An answer is missing.
+    """
+    chat = _RenderedChat(messages, whole, render)
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant":
+            chat.find_answer(number)
+
+
 class _RenderedChat:
     """A rendered chat, and which part of it changes with a message."""
 
@@ -93,11 +110,20 @@ class _RenderedChat:
         other = self._render_marked(number)
         return None if other == self.whole else _compare(self.whole, other, self.mark)
 
-    def check_answer(self, number: int, floor: int) -> None:
-        """Make sure that an answer is there, once, after all before it, and changes nothing that follows."""
+    def find_answer(self, number: int) -> Span:
+        """Return what changes with the words of an answer.
+
+        Raises:
+            RowError: Nothing does.
+        """
         span = self.find_message(number)
         if span is None:
             raise RowError(f"the chat template leaves out message {number + 1}, an answer; {REMEDY}")
+        return span
+
+    def check_answer(self, number: int, floor: int) -> None:
+        """Make sure that an answer is there, once, after all before it, and changes nothing that follows."""
+        span = self.find_answer(number)
         before = _find_neighbour(self, number - 1)
         message, other = self.messages[number], self._render_marked(number)
         changed = other[span[0] : len(other) - (len(self.whole) - span[1])].rstrip()

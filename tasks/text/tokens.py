@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from lit_fsdp.cache import read_digests
 from lit_fsdp.tasks.row_files import Row, show_controls
-from lit_fsdp.tasks.text.answers import REMEDY, Render, TurnMarkers, find_answers, read_turn_markers
+from lit_fsdp.tasks.text.answers import REMEDY, Render, TurnMarkers, check_answers, find_answers, read_turn_markers
 from lit_fsdp.tasks.text.messages import RowError, parse_arguments
 from lit_fsdp.tasks.text.rows import (
     Chat,
@@ -155,6 +155,8 @@ class Encoder:
                     learn[begin:end] = [False] * (end - begin)
         if not any(learn):
             raise RowError(f"the chat template marks nothing in the answers as generated; {REMEDY}")
+        render = partial(self._render, chat)
+        check_answers(chat.messages, render(chat.messages), render)
         return Encoded(ids=out["input_ids"], learn=learn)
 
     def _encode_unmarked(self, chat: Chat) -> Encoded:

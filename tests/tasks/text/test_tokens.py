@@ -172,6 +172,15 @@ def test_a_template_that_cannot_do_it_is_refused(tokenizer: Any, template: str |
         encode(tokenizer, CHAT, loss_on="completion")
 
 
+def test_marks_around_an_answer_that_the_template_leaves_out_are_refused(tokenizer: Any) -> None:
+    """Its end alone would be learned, such as that of a call of a tool which the template does not know."""
+    tokenizer.chat_template = MARKED
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    with pytest.raises(RowError, match=r"the chat template leaves out message 2, an answer; set bad_rows: skip"):
+        encode(tokenizer, Chat(messages=[CHAT.messages[0], called, *CHAT.messages[2:]]))
+
+
 def test_a_vocabulary_smaller_than_the_bytes_is_refused() -> None:
     with pytest.raises(ValueError, match="vocab_size 100 is below 258"):
         TrainTokenizer(vocab_size=100)
