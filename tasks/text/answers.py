@@ -25,12 +25,14 @@ class TurnMarkers:
             until the token that begins the next message.
         tokens: Matches the tokens that were added to the vocabulary.
         stops: Matches those of them that are special; ``</tool_call>`` is not.
+        call: What stands between the cue and the name of a tool that is called; empty where the template knows none.
     """
 
     cue: str
     end: str
     tokens: re.Pattern[str]
     stops: re.Pattern[str]
+    call: str
 
 
 def read_turn_markers(render: Render, tokenizer: Any, question: list[Message]) -> TurnMarkers:
@@ -51,7 +53,21 @@ def read_turn_markers(render: Render, tokenizer: Any, question: list[Message]) -
     end = rendered.rpartition(mark)[2]
     if token := re.search(f"(?:{stops.pattern})+", end) or tokens.search(end):
         end = end[: token.end()]
-    return TurnMarkers(cue=cue or prompt.rpartition(mark)[2], end=end, tokens=tokens, stops=stops)
+    cue = cue or prompt.rpartition(mark)[2]
+    call = _read_call(render, question, mark, _list_beginnings(cue, tokens))
+    return TurnMarkers(cue=cue, end=end, tokens=tokens, stops=stops, call=call)
+
+
+def _read_call(render: Render, question: list[Message], mark: str, cues: list[str]) -> str:
+    """Return what a template puts between what is left of its cue and the name of a tool."""
+    name = _choose_mark(mark + question[-1]["content"])
+    call = {"type": "function", "id": "000000000", "function": {"name": name, "arguments": {}}}  # Mistral wants 9
+    try:
+        rendered = render([*question, {"role": "assistant", "content": "", "tool_calls": [call]}])
+    except RowError:  # of a template that knows no tools
+        return ""
+    before = rendered.partition(name)[0].rpartition(mark)[2] if name in rendered else ""
+    return next((before.partition(cue)[2] for cue in cues if cue in before), "")
 
 
 def find_answers(messages: list[Message], whole: str, render: Render, markers: TurnMarkers) -> list[Span]:
@@ -130,7 +146,9 @@ class _RenderedChat:
         is_once = bool(message.get("tool_calls")) or (
             changed.endswith(self.mark) and (other.count(self.mark) == 1 or any(map(message.get, REASONING)))
         )
-        if not is_once or span[0] < max(floor, before[1] if before else 0):
+        after = _find_neighbour(self, number + 1) if message.get("tool_calls") else None
+        is_around = after is not None and span[0] <= after[0] < span[1]  # such as words below what the tool returns
+        if not is_once or is_around or span[0] < max(floor, before[1] if before else 0):
             raise RowError(f"the chat template renders message {number + 1} in more than one place; {REMEDY}")
 
     def _render_marked(self, number: int) -> str:
@@ -148,13 +166,17 @@ def _find_begin(chat: _RenderedChat, number: int, floor: int, markers: TurnMarke
     # Between cue and words the template has more, such as an empty <think>, or the cue has more than the template.
     before = _find_neighbour(chat, number - 1)
     floor = max(floor, before[1] if before else 0)
-    for part in _list_beginnings(markers):
+    for part in _list_beginnings(markers.cue, markers.tokens):
         place = chat.whole.rfind(part, floor, begin)
         if place >= 0:
             return place + len(part)
-    if chat.messages[number].get("tool_calls") and (token := markers.tokens.search(chat.whole, floor, begin)):
-        return token.end()  # of what a tool returned before; then come the names around what was handed to this one
-    return begin
+    if not chat.messages[number].get("tool_calls"):
+        return begin
+    # Of a call that follows what a tool returned, within the same turn.
+    if markers.call and (place := chat.whole.find(markers.call, floor, begin)) >= 0:
+        return place
+    token = markers.tokens.search(chat.whole, floor, begin)
+    return token.end() if token else begin
 
 
 def _find_end(chat: _RenderedChat, number: int, markers: TurnMarkers) -> int:
@@ -183,10 +205,10 @@ def _match_any(tokens: list[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)")
 
 
-def _list_beginnings(markers: TurnMarkers) -> list[str]:
-    """Return the cue, and what it begins with up to the end of a token or line, the longest first."""
-    ends = [len(markers.cue), *(cut.end() for cut in re.finditer(rf"{markers.tokens.pattern}|\n", markers.cue))]
-    parts = {markers.cue[:end] for end in ends} | {markers.cue[:end].rstrip() for end in ends}
+def _list_beginnings(cue: str, tokens: re.Pattern[str]) -> list[str]:
+    """Return a cue, and what it begins with up to the end of a token or line, the longest first."""
+    ends = [len(cue), *(cut.end() for cut in re.finditer(rf"{tokens.pattern}|\n", cue))]
+    parts = {cue[:end] for end in ends} | {cue[:end].rstrip() for end in ends}
     return sorted(filter(str.strip, parts), key=len, reverse=True)
 
 
@@ -239,5 +261,9 @@ def _mark_call(call: Any, mark: str) -> Any:
         return call
     if isinstance(call.get("function"), dict):
         return {**call, "function": _mark_call(call["function"], mark)}
-    # Not its name, which a template may repeat beside what the tool returns.
-    return {**call, "arguments": {mark: mark} if isinstance(call.get("arguments"), dict) else mark}
+    # Not its name, which a template may repeat beside what the tool returns. Nothing in place of something, where the
+    # mark would share what stands around a value, such as <|"|> of Gemma 4, which is a token that ends nothing.
+    arguments = call.get("arguments")
+    if not isinstance(arguments, dict):
+        return {**call, "arguments": mark}
+    return {**call, "arguments": {} if arguments else {mark: mark}}

@@ -55,8 +55,20 @@ DEEPSEEK = """\
 <|Assistant|>{{ m.content.split('</think>')[-1] }}{{ eos_token }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}<|Assistant|><think>
 {% endif %}"""
+GEMMA4 = """\
+{% for m in messages %}
+{%- if m.role == 'tool' %}<|tool_response>response:add{value:<|"|>{{ m.content }}<|"|>}<tool_response|>
+{%- else %}
+{%- if not (m.role == 'assistant' and messages[loop.index0 - 1].role == 'tool') %}
+{{- '<|turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n' }}{% endif %}
+{%- for call in m.tool_calls %}<|tool_call>call:{{ call.function.name }}{
+{%- for key, value in call.function.arguments | items %}{{ key }}:
+{%- if value is string %}<|"|>{{ value }}<|"|>{% else %}{{ value }}{% endif %}{{ ',' if not loop.last }}{% endfor -%}
+}<tool_call|>{% endfor %}{{ m.content }}{{- '<turn|>\\n' if not m.tool_calls }}{% endif %}{% endfor %}
+{%- if add_generation_prompt and messages[-1].role != 'tool' %}{{ '<|turn>model\\n' }}{% endif %}"""
 SPECIAL = (
     *("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"),
+    *("<|turn>", "<turn|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>'),
     *("<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]", "[/TOOL_RESULTS]", "<|User|>", "<|Assistant|>"),
 )
 END = "<|endoftext|>"
@@ -180,6 +192,37 @@ def test_calls_of_tools_are_learned_whole_and_what_tools_return_is_not(
     *calls, answer = find_learned(tokenizer, template, *turns)
     assert calls == [learned, learned]
     assert answer.strip() == f"It is two{end}"
+
+
+def test_calls_of_gemma_4_are_learned_whole_within_a_turn_that_holds_what_tools_return(tokenizer: Any) -> None:
+    """Text in arguments stands between tokens that end no call, and no cue stands before the second call."""
+
+    def call(*given: dict[str, Any]) -> dict[str, Any]:
+        return assistant(
+            "", tool_calls=[{"type": "function", "function": {"name": "add", "arguments": a}} for a in given]
+        )
+
+    returned = {"role": "tool", "content": "two", "name": "add"}
+    turns = [user("add"), call({"a": "one", "b": "two"}), returned, call({"a": "one"}, {"b": "two"}), returned]
+    assert find_learned(tokenizer, GEMMA4, *turns, call({}), returned, assistant("It is two")) == [
+        '<|tool_call>call:add{a:<|"|>one<|"|>,b:<|"|>two<|"|>}<tool_call|>',
+        '<|tool_call>call:add{a:<|"|>one<|"|>}<tool_call|><|tool_call>call:add{b:<|"|>two<|"|>}<tool_call|>',
+        "<|tool_call>call:add{}<tool_call|>",
+        "It is two<turn|>",
+    ]
+
+
+def test_a_call_whose_words_stand_below_what_the_tool_returns_is_refused(tokenizer: Any) -> None:
+    """All between them would be learned."""
+    template = (
+        "{% for m in messages if m.role != 'tool' %}<{{ m.role }}>{% if m.tool_calls %}"
+        "{{ m.tool_calls[0].function.arguments | tojson }}[{{ messages[loop.index].content }}]{% endif %}"
+        "{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    called = assistant("sure", tool_calls=[{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}])
+    returned = {"role": "tool", "content": "two", "name": "add"}
+    with pytest.raises(RowError, match=r"message 2 in more than one place; set bad_rows: skip"):
+        encode(tokenizer, template, user("add"), called, returned, assistant("It is two"))
 
 
 def test_a_template_that_wants_a_system_message_first_is_asked_with_that_of_the_chat(tokenizer: Any) -> None:
