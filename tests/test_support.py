@@ -174,7 +174,13 @@ ATTRIBUTES = {
     },
     "torchmetrics": {"_computed", "_copy_state_dict", "_update_count"},
     "transformers": {
-        *("_attn_implementation", "_experts_implementation", "_no_split_modules", "_supports_attention_backend"),
+        *(
+            "_attn_implementation",
+            "_experts_implementation",
+            "_keep_in_fp32_modules",
+            "_no_split_modules",
+            "_supports_attention_backend",
+        ),
         *("_ignore_bidirectional_mask_sdpa", "_ignore_causal_mask_sdpa"),
         *("_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_save"),
     },

@@ -192,11 +192,14 @@ def count_weights(model: nn.Module) -> dict[str, int]:
 
 
 def _find_skipped(model: nn.Module, settings: Quantization, candidates: dict[str, nn.Module]) -> set[str]:
+    # Private, seen in transformers 5.23, which leaves them out, too: the indexer of DeepSeek V3.2 reads its weight.
+    kept: Any = getattr(model, "_keep_in_fp32_modules", None) or ()
+    skipped = {name for name in candidates if is_named(name, [*kept])}
     if settings.skip_modules is None:
         find_head: Any = getattr(model, "get_output_embeddings", lambda: None)
         head = find_head()
-        return {name for name, module in candidates.items() if module is head}
-    return find_named(
+        return skipped | {name for name, module in candidates.items() if module is head}
+    return skipped | find_named(
         candidates, settings.skip_modules, "quantization.skip_modules", "no layer that could be quantized"
     )
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import build_language_model, dequantize_model, make_tokens
+from models import LANGUAGE_MODELS, build_language_model, dequantize_model, make_tokens
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -74,6 +74,17 @@ def test_linear_layers_that_are_only_written_otherwise_are_quantized() -> None:
     assert any(type(m) is not nn.Linear for m in model.modules() if isinstance(m, nn.Linear))
     quantize_model(model, Quantization(type="int8"))
     assert list_quantized(model) == {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}
+
+
+@pytest.mark.parametrize("skip", [None, ["lm_head"]])
+def test_layers_that_a_model_keeps_in_float32_stay_as_transformers_leaves_them(skip: list[str] | None) -> None:
+    """The indexer of DeepSeek V3.2 casts to the dtype of its weight."""
+    sizes = {**LANGUAGE_MODELS["deepseek_v3"], "hidden_size": 64, "index_head_dim": 16, "index_n_heads": 2}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("deepseek_v32", **{**sizes, "q_lora_rank": 64}))
+    assert any(name.endswith("indexer.weights_proj") for name in list_quantizable(model))
+    quantize_model(model, Quantization(type="int8", skip_modules=skip))
+    assert "weights_proj" not in list_quantized(model) >= {"wq_b", "q_b_proj"}
 
 
 class Doubled(nn.Linear):
