@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,19 +84,31 @@ def parse_tools(value: object) -> list[Any] | None:
 def parse_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages with the arguments of calls, which OpenAI has as JSON text, as objects; other text stays."""
 
-    def parse_call(call: Any) -> Any:
+    def parse(arguments: Any) -> Any:
+        try:
+            value = parse_json(arguments) if isinstance(arguments, str) else None
+        except json.JSONDecodeError:
+            return arguments
+        return value if isinstance(value, dict) else arguments
+
+    return _change_arguments(messages, parse)
+
+
+def write_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with the arguments of calls as JSON text, where they are objects."""
+    return _change_arguments(messages, lambda a: json.dumps(a, ensure_ascii=False) if isinstance(a, dict) else a)
+
+
+def _change_arguments(messages: list[dict[str, Any]], change: Callable[[Any], Any]) -> list[dict[str, Any]]:
+    def change_call(call: Any) -> Any:
         if not isinstance(call, Mapping):
             return call
         if isinstance(call.get("function"), Mapping):
-            return {**call, "function": parse_call(call["function"])}
-        try:
-            value = parse_json(call["arguments"]) if isinstance(call.get("arguments"), str) else None
-        except json.JSONDecodeError:
-            return call
-        return {**call, "arguments": value} if isinstance(value, dict) else call
+            return {**call, "function": change_call(call["function"])}
+        return {**call, "arguments": change(call["arguments"])} if "arguments" in call else call
 
     return [
-        {**message, "tool_calls": [parse_call(call) for call in message["tool_calls"]]}
+        {**message, "tool_calls": [change_call(call) for call in message["tool_calls"]]}
         if isinstance(message.get("tool_calls"), list)
         else message
         for message in messages

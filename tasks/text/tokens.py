@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from lit_fsdp.cache import read_digests
 from lit_fsdp.tasks.row_files import Row, show_controls
 from lit_fsdp.tasks.text.answers import REMEDY, Render, TurnMarkers, check_answers, find_answers, read_turn_markers
-from lit_fsdp.tasks.text.messages import RowError, parse_arguments
+from lit_fsdp.tasks.text.messages import RowError, parse_arguments, write_arguments
 from lit_fsdp.tasks.text.rows import (
     Chat,
     Example,
@@ -106,9 +106,8 @@ class Encoder:
                 "a chat, but the tokenizer has no chat template; set chat_template, or tokenizer to that of "
                 "a chat model"
             )
-        messages = parse_arguments(chat.messages)
-        if messages != chat.messages and not self._takes_arguments_as_text:
-            chat = replace(chat, messages=messages)
+        if any(message.get("tool_calls") for message in chat.messages):
+            chat = replace(chat, messages=self._change_arguments(chat.messages))
         if self.row_format.loss_on == "all" or self.row_format.is_prompt:
             text = self._render(chat, chat.messages, add_generation_prompt=self.row_format.is_prompt)
             ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -120,16 +119,23 @@ class Encoder:
         return self._encode_marked(chat) if GENERATION_BLOCK.search(template) else self._encode_unmarked(chat)
 
     @cached_property
-    def _takes_arguments_as_text(self) -> bool:
-        """Whether the template puts JSON text in as it is; many make JSON of it, which would quote it once more."""
+    def _change_arguments(self) -> Callable[[list[dict[str, Any]]], list[dict[str, Any]]]:
+        """What makes of the arguments of calls what the template takes."""
         text = '{"k": 1}'
-        call = {"type": "function", "function": {"name": "f", "arguments": text}}
+        if (rendered := self._render_call(text)) is not None and text not in rendered:
+            return parse_arguments  # it makes JSON of text, which would quote it once more
+        rendered = self._render_call({"k": 1})
+        # The second is what Python writes of an object that a template puts in as it is.
+        return write_arguments if rendered is None or "{'k': 1}" in rendered else list
+
+    def _render_call(self, arguments: Any) -> str | None:
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
         answer = {"role": "assistant", "content": "", "tool_calls": [call]}
         chat = Chat(messages=[{"role": "user", "content": "a"}, answer])
         try:
-            return text in self._render(chat, chat.messages)
+            return self._render(chat, chat.messages)
         except RowError:
-            return True
+            return None
 
     def _encode_marked(self, chat: Chat) -> Encoded:
         """Take what the template itself marks as generated."""

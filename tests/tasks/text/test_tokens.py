@@ -20,6 +20,7 @@ MARKED = (
     "{% endgeneration %}{% else %}{{ m.content }}</s>{% endif %}\n{% endfor %}"
 )
 FORGETFUL = "{% for m in messages %}<{{ m.role }}>{{ m.content if loop.last else 'gone' }}\n{% endfor %}"
+EITHER = "{% if c.arguments is string %}{{ c.arguments }}{% else %}{{ c.arguments | tojson }}{% endif %}"
 REFUSING = "{{ raise_exception('roles must alternate') }}"
 
 CHAT = Chat(
@@ -205,20 +206,26 @@ def test_an_instruction_is_a_text_for_a_tokenizer_without_a_template(tokenizer: 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "shown"),
+    ("arguments", "given", "shown"),
     [
-        ("{{ c.arguments | tojson }}", '{"a": 1}'),
-        ("{% if c.arguments is string %}{{ c.arguments }}{% else %}{{ c.arguments | tojson }}{% endif %}", '{"a":1}'),
-        ("{{ '' + c.arguments }}", '{"a":1}'),  # which takes no objects
+        ("{{ c.arguments | tojson }}", '{"a":1}', '{"a": 1}'),
+        (EITHER, '{"a":1}', '{"a":1}'),
+        ("{{ '' + c.arguments }}", '{"a":1}', '{"a":1}'),  # which takes no objects
+        ("{{ c.arguments | tojson }}", {"a": 1}, '{"a": 1}'),
+        (EITHER, {"a": 1}, '{"a": 1}'),
+        ("{{ '' + c.arguments }}", {"a": 1}, '{"a": 1}'),
+        ("{{ c.arguments }}", {"a": 1}, '{"a": 1}'),  # or it were what Python writes
     ],
 )
-def test_arguments_that_are_json_text_are_not_quoted_once_more(tokenizer: Any, arguments: str, shown: str) -> None:
+def test_arguments_of_calls_are_json_once_whatever_a_template_takes(
+    tokenizer: Any, arguments: str, given: Any, shown: str
+) -> None:
     tokenizer.chat_template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
         "{% for c in m.tool_calls | default([]) | map(attribute='function') %}" + arguments + "{% endfor %}</s>"
         "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     )
-    calls = [{"type": "function", "function": {"name": "add", "arguments": '{"a":1}'}}]
+    calls = [{"type": "function", "function": {"name": "add", "arguments": given}}]
     chat = Chat(messages=[{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": calls}])
     encoded = encode(tokenizer, chat)
     assert tokenizer.decode(encoded.ids) == f"<user>?</s><assistant>{shown}</s>"
