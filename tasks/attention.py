@@ -29,6 +29,7 @@ from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from lit_fsdp.sharding.torch_internals import SHARES_HEADS_IN_FLOAT32
+from lit_fsdp.sharding.wrap import get_class
 from lit_fsdp.tasks.text.batches import (
     DOCUMENT_LENGTHS,
     DocumentLengths,
@@ -201,7 +202,7 @@ def make_document_mask(documents: DocumentLengths, window: int | None, device: t
 
 def get_eager(module: nn.Module) -> Callable[..., Any] | None:
     """Return the eager attention of a model, given its attention module; it is no name of Transformers."""
-    kind = getattr(module, "attention_class", type(module))
+    kind = getattr(module, "attention_class", None) or get_class(module)
     found: Callable[..., Any] | None = getattr(sys.modules[kind.__module__], "eager_attention_forward", None)
     return found
 

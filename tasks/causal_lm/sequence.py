@@ -22,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.masking_utils import and_masks, packed_sequence_mask_function, remap_positions_for_packed_sequence
 
 from lit_fsdp.sharding.sequence import SequenceGroup, count_shared_heads
+from lit_fsdp.sharding.wrap import get_class
 from lit_fsdp.tasks.attention import find_documents, get_eager
 from lit_fsdp.tasks.text.batches import DOCUMENT_LENGTHS, IGNORED, Batch
 
@@ -258,7 +259,7 @@ class _OwnHeads:
 
     def __init__(self, module: nn.Module, sequence: SequenceGroup, num_heads: int, num_key_value_heads: int) -> None:
         self._module = module
-        self.attention_class = type(module)
+        self.attention_class = get_class(module)
         self.num_key_value_groups = num_heads // num_key_value_heads
         if (sinks := getattr(module, "sinks", None)) is not None:  # GPT-OSS: one for each head
             self.sinks = sinks[sequence.rank * num_heads :][:num_heads]

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from training import Recorder, Result, build_task, build_trainer, collate, gather_weights, list_differences
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lit_fsdp import ActivationCheckpointing, Compile, FSDP2Strategy, Mesh, Sharding
+from lit_fsdp import ActivationCheckpointing, Compile, FSDP2Strategy, Mesh, Sharding, Wrap
 from lit_fsdp.callbacks import CommunicationLogger, MemoryLogger
 from lit_fsdp.planning.plan import plan_step
 from lit_fsdp.planning.plan_report import describe_plan
@@ -96,6 +96,7 @@ def train(tmp_path: Path, case: dict[str, Any], mesh: Mesh, world_size: int) -> 
 
 
 FULL = {"activation_checkpointing": ActivationCheckpointing(mode="full")}
+UNITS = {"wrap": Wrap(module_classes=["*Attention"])}  # ``fully_shard`` gives these a class of its own
 CASES: dict[str, tuple[dict[str, Any], Mesh, int]] = {
     # 2 key-value heads for 4 ranks
     "packed, recomputed": ({"kind": "packed", "strategy": FULL}, Mesh(sequence=4), 4),
@@ -120,6 +121,12 @@ CASES: dict[str, tuple[dict[str, Any], Mesh, int]] = {
     "adapters": ({"kind": "packed", "task": {"lora": LoRA(r=4)}, "strategy": FULL}, Mesh(sequence=2), 2),
     "compiled": ({"kind": "packed", "strategy": {"compile": Compile(backend="eager")}}, Mesh(sequence=2), 2),
     "sinks": ({"kind": "padded", "family": "gpt_oss", "task": {"attention": "eager"}}, Mesh(sequence=2), 2),
+    "sinks, attention as units": ({"kind": "padded", "family": "gpt_oss", "strategy": UNITS}, Mesh(sequence=2), 2),
+    "packed, eager attention as units": (
+        {"kind": "packed", "task": {"attention": "eager"}, "strategy": UNITS},
+        Mesh(sequence=2),
+        2,
+    ),
 }
 
 
