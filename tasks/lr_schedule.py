@@ -93,6 +93,12 @@ class ConfiguredLR(LambdaLR):
         super().__init__(optimizer, factor)
 
     @override
+    def get_lr(self) -> list[Any]:
+        """Return the rates of all groups; those that a callback has added, to unfreeze some, keep what it sets."""
+        added = self.optimizer.param_groups[len(self.base_lrs) :]
+        return [*super().get_lr(), *(group["lr"] for group in added)]
+
+    @override
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = super().state_dict()
         return {name: value for name, value in state.items() if name not in ("_configured", "_keeps_saved_rate")}
@@ -115,9 +121,8 @@ class ConfiguredLR(LambdaLR):
         self._last_lr = [
             base * factor(self.last_epoch) for base, factor in zip(configured, self.lr_lambdas, strict=True)
         ]
-        for group, settings, base, rate in zip(
-            self.optimizer.param_groups, self._configured, configured, self._last_lr, strict=True
-        ):
+        groups = self.optimizer.param_groups[: len(configured)]
+        for group, settings, base, rate in zip(groups, self._configured, configured, self._last_lr, strict=True):
             for name, value in settings.items():
                 if not is_same(group[name], value):
                     saved.setdefault(f"optimizer.{name}", group[name])

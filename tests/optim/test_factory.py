@@ -31,6 +31,7 @@ from lit_fsdp.optim.factory import Optimizer, build_optimizer
 from lit_fsdp.optim.muon import list_hidden_matrices
 from lit_fsdp.sharding.mixed_precision import ShardedGradScaler
 from lit_fsdp.tasks import CausalLM, LRSchedule
+from lit_fsdp.tasks.lr_schedule import ConfiguredLR
 from ranks import run_ranks
 
 # Matrices of 4096 elements and more, in rows of one block of 256.
@@ -339,3 +340,24 @@ def test_a_rate_that_is_not_set_is_one_at_which_the_optimizer_trains_and_ten_tim
         assert list_rates(Optimizer(name=name), has_adapters=True) == {10 * rate}  # type: ignore[arg-type]
     given = Optimizer(name="adafactor", learning_rate=3e-3)
     assert list_rates(given, has_adapters=True) == {3e-3}
+
+
+def test_groups_that_a_callback_adds_to_unfreeze_parameters_keep_its_rates_also_in_a_resumed_run() -> None:
+    def build() -> tuple[torch.optim.Optimizer, ConfiguredLR]:
+        first, second = (nn.Parameter(torch.ones(1)) for _ in range(2))
+        optimizer = torch.optim.SGD([first], lr=1.0)
+        schedule = ConfiguredLR(optimizer, lambda step: 1 / (1 + step))
+        optimizer.add_param_group({"params": [second], "lr": 0.7})  # as Lightning's BaseFinetuning does
+        return optimizer, schedule
+
+    optimizer, schedule = build()
+    resumed, continued = build()
+    for rate in (1 / 2, 1 / 3):
+        optimizer.step()
+        schedule.step()
+        assert [group["lr"] for group in optimizer.param_groups] == [rate, 0.7]
+    resumed.load_state_dict(optimizer.state_dict())
+    continued.load_state_dict(schedule.state_dict())
+    resumed.step()
+    continued.step()
+    assert [group["lr"] for group in resumed.param_groups] == [1 / 4, 0.7]
