@@ -61,7 +61,7 @@ class OneLineParser(jsonargparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         use_own_loader()
         # Of every setting that is a path of this machine: an address would become a folder named after its scheme.
-        register_type(Path, str, locate_local, fail_already_registered=False)
+        register_type(Path, str, _read_local, fail_already_registered=False)
         # What this logger is given is dropped, but only after a record was made of it; seen in jsonargparse 4.53.
         logging.getLogger("jsonargparse_null_logger").disabled = True
         # An abbreviation is a typo that runs: --trainer.max_step=3 would be taken for max_steps.
@@ -147,6 +147,12 @@ def order_help(parser: jsonargparse.ArgumentParser, titles: Mapping[str, str]) -
     for name in titles.keys() & groups.keys():
         groups[name].title = titles[name]
     parser._action_groups = [*order, *(group for group in parser._action_groups if group not in order)]
+
+
+def _read_local(given: object) -> Path:
+    if given is None:  # of a union with null, this type is asked first
+        raise TypeError("expected a path")
+    return locate_local(str(given))
 
 
 def prefer_whole_numbers(parser: jsonargparse.ArgumentParser) -> None:

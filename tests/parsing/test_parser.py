@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +33,12 @@ def test_null_as_an_option_is_null_at_any_depth(key: str) -> None:
     for name in key.removeprefix("init_args.").split("."):
         value = value[name]
     assert value is None
+
+
+def test_null_as_an_option_of_the_command_is_no_path_of_that_name() -> None:
+    parser = OneLineParser()
+    parser.add_argument("--ckpt_path", type=str | Path | None, default="last")
+    assert parser.parse_args(["--ckpt_path=null"]).ckpt_path is None
 
 
 class Color(Enum):
