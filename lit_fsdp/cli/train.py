@@ -50,7 +50,7 @@ from lit_fsdp.reporting.lost_logs import check_log_folders, guard_loggers, outli
 from lit_fsdp.sharding.settings import PRESETS
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy  # registers `strategy: fsdp2`
 from lit_fsdp.strategy.launcher import describe_failed, end_for_lost, stop_children
-from lit_fsdp.strategy.lightning_internals import list_waiting_monitors
+from lit_fsdp.strategy.lightning_internals import has_requeue_checkpoint, list_waiting_monitors
 from lit_fsdp.strategy.processes import choose_processes, count_devices, describe_shared_cores, is_torchrun
 from lit_fsdp.strategy.roll_call import share_refusal
 from lit_fsdp.strategy.slurm import describe_idle, find_own_tasks, mend_variables
@@ -428,6 +428,11 @@ class TrainerCLI(LightningCLI):
             raise ConfigError(
                 "ckpt_path: got 'best': only the process that trained knows its best checkpoint: expected its path, "
                 f"below {self.run_root}, or last"
+            )
+        if given == "hpc" and not has_requeue_checkpoint(self.trainer):
+            raise ConfigError(
+                f"ckpt_path: got 'hpc': no hpc_ckpt_<n>.ckpt lies in {self.trainer.default_root_dir}: expected a path, "
+                "or last"
             )
         if given == "last":
             command["ckpt_path"] = self._find_last()

@@ -158,6 +158,11 @@ def is_placeholder(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, _MockOptimizer)
 
 
+def has_requeue_checkpoint(trainer: pl.Trainer) -> bool:
+    """Whether there is what ``ckpt_path`` "hpc" means: a checkpoint that Lightning saved before a requeue."""
+    return trainer._checkpoint_connector._hpc_resume_path is not None
+
+
 def keep_links(trainer: pl.Trainer, skipped: Collection[Location]) -> None:
     """Leave the ``last.ckpt`` of every ``ModelCheckpoint`` where it is instead of linking it to a skipped save.
 

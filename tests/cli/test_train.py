@@ -193,6 +193,7 @@ SIMPLE = [
     ("{}", "--config=ruin.yaml", "--config: 'ruin.yaml' does not exist: did you mean run.yaml?"),
     ("{}", "--config=broken.yaml", "broken.yaml, line 3, column 13: not valid YAML: expected ',' or ']'"),
     ("{}", "--ckpt_path=ruin.yaml", "ckpt_path: 'ruin.yaml' does not exist: did you mean run.yaml?"),
+    ("{}", "--ckpt_path=hpc", "ckpt_path: got 'hpc': no hpc_ckpt_<n>.ckpt lies in "),
     # what a class of ours or of Lightning refuses while it is built
     ("{}", "--trainer.strategy=tinytask.TinyStrategy --trainer.strategy.grid.rows=7",
      f"trainer.strategy: {REFUSAL}"),
