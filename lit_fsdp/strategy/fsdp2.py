@@ -448,7 +448,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         evaluate_without_inference_mode(trainer)
         keep_links(trainer, self._writer.skipped)
         watch_monitors(trainer)
-        save_where_all_fail(trainer)
+        save_where_all_fail(trainer, has_begun=lambda: self._has_seen_step)
         save_whole_steps(trainer)
         if is_fitting:
             self._check_fit()

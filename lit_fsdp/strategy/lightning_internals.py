@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.trainer.states import TrainerStatus
@@ -251,26 +251,32 @@ def _describe_saved(trainer: pl.Trainer, path: str) -> str:
     return "" if is_lost else f"; what was trained is saved: {path}"
 
 
-def save_where_all_fail(trainer: pl.Trainer) -> None:
-    """Let ``save_on_exception`` save only where all ranks have failed, as in Ctrl-C: the others would not join a save.
+def save_where_all_fail(trainer: pl.Trainer, *, has_begun: Callable[[], bool]) -> None:
+    """Let what saves on an exception save only where all ranks have failed, as in Ctrl-C: the others would not join.
 
-    All ranks must call this.
+    Lightning's ``OnExceptionCheckpoint`` saves nothing either before the first step: it would replace what the run
+    before has left by what that had trained, or by less. All ranks must call this.
     """
     store_name = f"failures/{next(_fits)}"
 
-    def save(callback: ModelCheckpoint, trainer: pl.Trainer, module: pl.LightningModule, error: BaseException) -> None:
-        if callback._should_save_on_exception(trainer) and not _have_all_failed(store_name):
+    def save(callback: Checkpoint, trainer: pl.Trainer, module: pl.LightningModule, error: BaseException) -> None:
+        if isinstance(callback, ModelCheckpoint):
+            name, is_due = "ModelCheckpoint.save_on_exception", callback._should_save_on_exception(trainer)
+        else:
+            name, is_due = type(callback).__name__, has_begun()
+        if is_due and not _have_all_failed(store_name):
             warnings.warn(  # on the rank that failed
-                "ModelCheckpoint.save_on_exception: nothing is saved, as not all ranks have failed: they would have to "
-                "save together",
+                f"{name}: nothing is saved, as not all ranks have failed: they would have to save together",
                 stacklevel=2,
             )
             return
-        type(callback).on_exception(callback, trainer, module, error)
-        trainer.strategy.on_train_end()  # which waits for saves beside training
+        if is_due or isinstance(callback, ModelCheckpoint):
+            type(callback).on_exception(callback, trainer, module, error)
+            trainer.strategy.on_train_end()  # which waits for saves beside training
 
-    for callback in _list_model_checkpoints(trainer):
-        callback.on_exception = partial(save, callback)  # type: ignore[method-assign]
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint | OnExceptionCheckpoint):
+            callback.on_exception = partial(save, callback)  # type: ignore[method-assign]
 
 
 def _have_all_failed(store_name: str) -> bool:

@@ -13,6 +13,7 @@ from lit_fsdp.checkpoint.untrusted import load_plain
 from lit_fsdp.strategy import lightning_internals
 
 SAVES = "lightning.pytorch.callbacks.ModelCheckpoint"
+FOLDER = "runs/run/version_0/checkpoints"
 FAILING = """
 from lightning.pytorch import Callback
 
@@ -132,14 +133,21 @@ def test_a_run_goes_on_from_a_full_checkpoint_beside_newer_weights_alone() -> No
 
 @pytest.mark.full
 @pytest.mark.parametrize("failing", [[0], [1], [0, 1]])
-def test_what_fails_on_one_rank_alone_is_not_saved_and_its_error_is_told(failing: list[int]) -> None:
+@pytest.mark.parametrize(
+    "saver",
+    [
+        {"class_path": SAVES, "init_args": {"save_on_exception": True}},
+        {"class_path": "lightning.pytorch.callbacks.OnExceptionCheckpoint", "init_args": {"dirpath": FOLDER}},
+    ],
+)
+def test_what_fails_on_one_rank_alone_is_not_saved_and_its_error_is_told(
+    failing: list[int], saver: dict[str, Any]
+) -> None:
     Path("failing.py").write_text(FAILING)
     fail = {"class_path": "failing.Fail", "init_args": {"ranks": failing}}
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(Path.cwd())
-        write_run(
-            Path(), trainer={"callbacks": [{"class_path": SAVES, "init_args": {"save_on_exception": True}}, fail]}
-        )
+        write_run(Path(), trainer={"callbacks": [saver, fail]})
         options = ["--trainer.devices=2", "--trainer.strategy.timeout_s=20"]
         ended = fork_ranks("fit", "--config=run.yaml", *options, timeout_s=120)
     assert None not in [end.code for end in ended]
