@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.callbacks.progress.progress_bar import ProgressBar as LightningProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
@@ -106,10 +106,12 @@ def choose_callbacks(
     measuring += [ThroughputLogger(), OOMReport(fallback_dir=folder), SpokenReport(), RunReport(fallback_dir=folder)]
     wanted += [(monitoring and is_fit, type(callback), callback) for callback in measuring]
     wanted.append((run_summary, RunSummary, RunSummary(verbose=verbosity == "full")))  # after the tables of all others
+    # It saves no run that ends well.
+    replacing = [other for other in given if not isinstance(other, OnExceptionCheckpoint)]
     return [
         callback
         for is_wanted, kind, callback in wanted
-        if is_wanted and not any(isinstance(other, kind) for other in given)
+        if is_wanted and not any(isinstance(other, kind) for other in replacing)
     ]
 
 

@@ -12,7 +12,7 @@ import yaml
 from input_rows import FIT, TRAINER, Row, check_row, compare_contents, list_contents, run_rows
 from launches import Ended, fork_ranks, write_run
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from report_runs import Page, read_numbers
 
@@ -119,6 +119,10 @@ def test_a_run_logs_each_step_or_fifty_of_them_at_least(num_steps: float, interv
     trainer: Any = SimpleNamespace(estimated_stepping_batches=num_steps, log_every_n_steps=1)
     LogInterval().on_train_start(trainer, LightningModule())
     assert trainer.log_every_n_steps == interval
+
+
+def test_what_saves_on_exceptions_only_replaces_no_save() -> None:
+    assert ModelCheckpoint in choose(OnExceptionCheckpoint("failed"))
 
 
 def test_only_predict_writes_predictions() -> None:
