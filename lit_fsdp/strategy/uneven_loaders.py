@@ -55,7 +55,7 @@ class EvenBatches(ParallelStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         loop = self._trainer.fit_loop
-        if batch_idx == 0 and self._trainer.reload_dataloaders_every_n_epochs:
+        if batch_idx == 0 and self._trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
             self._check_even("train_dataloader", [self._trainer.num_training_batches], loop)
         is_last = loop.epoch_loop.batch_progress.is_last_batch and not self._is_last_step
         self._note_batch("train_dataloader", loop, batch_idx, is_last=is_last, epoch=self._trainer.current_epoch)

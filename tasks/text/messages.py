@@ -41,7 +41,9 @@ class MessageFields:
 
 
 def parse_messages(value: object, name: str, fields: MessageFields) -> tuple[list[dict[str, Any]], frozenset[int]]:
-    """Return messages as chat templates take them, and the numbers of answers that their ``weight`` 0 keeps from loss.
+    """Return messages as chat templates take them, and the numbers of answers that are kept from loss.
+
+    Those have the ``weight`` 0 or, as axolotl writes it, ``train: false``.
 
     Args:
         value: What a row has.
@@ -56,6 +58,9 @@ def parse_messages(value: object, name: str, fields: MessageFields) -> tuple[lis
     if not value:
         raise RowError(f'"{name}" is empty; remove the row or set bad_rows: skip')
     parsed = [_parse_message(number, message, fields) for number, message in enumerate(value, start=1)]
+    for message in parsed:
+        if isinstance(message.get("train"), bool):
+            message.setdefault("weight", int(message.pop("train")))
     weights = [message.pop("weight", 1) for message in parsed]
     for number, weight in enumerate(weights, start=1):
         if isinstance(weight, bool) or weight not in (0, 1):

@@ -332,6 +332,11 @@ def _read_history(turns: object) -> list[dict[str, Any]]:
 def _get_system(fields: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the system message that a row has beside its messages."""
     text = fields.get("system")
-    if text is None or text == "" or (messages and messages[0]["role"] == "system"):
+    if text is None or text == "":
         return []
-    return [{"role": "system", "content": _get_text(fields, "system", may_be_empty=True)}]
+    own = {"role": "system", "content": _get_text(fields, "system", may_be_empty=True)}
+    if not messages or messages[0]["role"] != "system":
+        return [own]
+    if messages[0].get("content") != own["content"]:
+        raise RowError('"system" is not what message 1, of the system, says; remove one of them')
+    return []

@@ -106,6 +106,9 @@ class Encoder:
                 "a chat, but the tokenizer has no chat template; set chat_template, or tokenizer to that of "
                 "a chat model"
             )
+        if any(message["role"] == "developer" for message in chat.messages) and not self._knows_developers:
+            messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in chat.messages]
+            chat = replace(chat, messages=messages)
         if any(message.get("tool_calls") for message in chat.messages):
             chat = replace(chat, messages=self._change_arguments(chat.messages))
         if self.row_format.loss_on == "all" or self.row_format.is_prompt:
@@ -117,6 +120,15 @@ class Encoder:
         with _template_errors():
             template = self.tokenizer.get_chat_template(tools=chat.tools)
         return self._encode_marked(chat) if GENERATION_BLOCK.search(template) else self._encode_unmarked(chat)
+
+    @cached_property
+    def _knows_developers(self) -> bool:
+        """Whether the template shows what a developer says; others have it from the system."""
+        messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "a"}]
+        try:
+            return "be brief" in self._render(Chat(messages=messages), messages)
+        except RowError:
+            return False
 
     @cached_property
     def _change_arguments(self) -> Callable[[list[dict[str, Any]]], list[dict[str, Any]]]:

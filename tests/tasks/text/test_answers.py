@@ -212,6 +212,18 @@ def test_calls_of_gemma_4_are_learned_whole_within_a_turn_that_holds_what_tools_
     ]
 
 
+@pytest.mark.parametrize("roles", ["['user', 'system', 'assistant']", "['user', 'system', 'assistant', 'developer']"])
+def test_a_developer_is_the_system_where_the_template_knows_no_developer(tokenizer: Any, roles: str) -> None:
+    tokenizer.chat_template = (
+        f"{{% for m in messages if m.role in {roles} %}}<{{{{ m.role }}}}>{{{{ m.content }}}}</s>{{% endfor %}}"
+    )
+    chat = Chat(messages=[{"role": "developer", "content": "be kind"}, user("two?"), assistant("one")])
+    (encoded,) = Encoder(tokenizer, RowFormat(loss_on="completion")).encode([chat])
+    assert isinstance(encoded, Encoded)
+    role = "developer" if "developer" in roles else "system"
+    assert tokenizer.decode(encoded.ids).startswith(f"<{role}>be kind</s>")
+
+
 def test_a_call_whose_words_stand_below_what_the_tool_returns_is_refused(tokenizer: Any) -> None:
     """All between them would be learned."""
     template = (
