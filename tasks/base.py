@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
 from typing_extensions import override
 
-from lit_fsdp.adapters.inject import add_adapters, list_left_out
-from lit_fsdp.adapters.layers import iterate_adapters
+from lit_fsdp.adapters.inject import add_adapters, find_misreading, list_left_out
+from lit_fsdp.adapters.layers import ADAPTER, iterate_adapters
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.checkpoint.untrusted import refuse_other_forms
 from lit_fsdp.optim.factory import Optimizer, build_optimizer
@@ -171,6 +171,10 @@ class Task(TakesMappings, LightningModule):
                     "layers; name them in target_modules if they are"
                 )
             add_adapters(model, lora)
+            is_trained = self.trainer.state.fn == TrainerFn.FITTING
+            config: Any = getattr(model, "peft_config", {}).get(ADAPTER)
+            if is_trained and config is not None and (reason := find_misreading(model, config)):
+                rank_zero_warn(f"lora.target_modules: {reason}: they can be exported only with merge: true")
 
     def _check_adapter_precision(self, lora: LoRA) -> None:
         precision, is_ours = str(self.trainer.precision), isinstance(self.trainer.strategy, FSDP2Strategy)

@@ -88,10 +88,14 @@ def find_misreading(model: nn.Module, config: LoraConfig) -> str:
     for weights of fused experts; seen in peft 0.21.
 
     Args:
-        model: Of Transformers, without adapters.
+        model: With or without the adapters.
         config: Of the adapters.
     """
     import_peft()
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        return ""
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     read = deepcopy(config)

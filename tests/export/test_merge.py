@@ -6,12 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from export_runs import PLAIN, check_memory, refuse, save_base, train
 from models import LANGUAGE_MODELS, build_language_model
 from peft import PeftModel
 from safetensors.torch import load_file
+from training import Rows
 from transformers import AutoModelForCausalLM
 
 from lit_fsdp.adapters.inject import add_adapters
@@ -23,6 +25,7 @@ from lit_fsdp.export.adapter import describe_adapters
 from lit_fsdp.export.folder import ADAPTER_CONFIG
 from lit_fsdp.export.model import export_model
 from lit_fsdp.quantization.quantize import Quantization
+from lit_fsdp.tasks import CausalLM
 from lit_fsdp.weights.base_weights import BASE, LORA, describe_base
 from lit_fsdp.weights.load import init_weights
 from ranks import run_ranks
@@ -177,6 +180,10 @@ def test_layers_that_peft_would_take_for_experts_are_refused(names: Any, tmp_pat
     assert message.startswith(tuple(f"merge: got false: {reason}" for reason in reasons))
     assert message.endswith("set merge to true, or train with other lora.target_modules")
     export_model(path, tmp_path / "out", merge=True)
+    task = CausalLM(pretrained=str(tmp_path / "base"), lora=lora)
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    with pytest.warns(UserWarning, match=r"^lora.target_modules: peft .*: they can be exported only with merge: true$"):
+        pl.Trainer(accelerator="cpu", devices=1, max_steps=1, **quiet).fit(task, Rows(67, 2))
 
 
 def test_a_folder_that_is_not_complete_is_refused(checkpoint: Path, base: Path, tmp_path: Path) -> None:
