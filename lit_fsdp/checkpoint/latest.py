@@ -110,6 +110,11 @@ def _describe_passed_over(entry: Location, misfit: str | None) -> str:
     return "leads nowhere" if entry.is_symlink() and not entry.exists() else "is not complete"
 
 
+def list_run_folders(path: Location) -> list[Location]:
+    """Return where checkpoints lie of the run, or the version of it, that has this folder."""
+    return [path, path / "checkpoints", *path.glob("version_*/checkpoints")]
+
+
 def find_other_checkpoint(folders: Iterable[Location]) -> Location | None:
     """Return the newest folder that another strategy of Lightning has saved, if nothing was saved after it.
 

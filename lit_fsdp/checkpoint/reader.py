@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.serialization import skip_data
 from transformers import AutoConfig, PreTrainedModel
 
-from lit_fsdp.checkpoint.latest import enter, find_last_checkpoint
+from lit_fsdp.checkpoint.latest import enter, find_last_checkpoint, list_run_folders
 from lit_fsdp.checkpoint.manifest import Verify, check_files
 from lit_fsdp.checkpoint.remote import Location, RemotePath, UnreachableError, locate
 from lit_fsdp.checkpoint.sharded import META, read_meta
@@ -80,8 +80,7 @@ def resolve_checkpoint(given: str | Path | RemotePath) -> Location:
         raise ValueError(f"checkpoint: {path} is a file: expected a folder that FSDP2Strategy has written; {_HINT}")
     if (inner / META).is_file() or (inner / METADATA).is_file():
         return inner.resolve()
-    folders = [path, path / "checkpoints", *path.glob("version_*/checkpoints")]
-    found = find_last_checkpoint(folders, log.warning)  # not to stdout, which may be an audio file
+    found = find_last_checkpoint(list_run_folders(path), log.warning)  # not to stdout, which may be an audio file
     if found is not None and enter(found).is_file():
         raise ValueError(f"checkpoint: the newest checkpoint of {path} is a single file, {enter(found)}; {_HINT}")
     if found is None:

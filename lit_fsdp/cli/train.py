@@ -31,7 +31,13 @@ from typing_extensions import override
 
 import lit_fsdp.tasks  # noqa: F401  so that `class_path: CausalLM` is found by its short name
 from lit_fsdp.callbacks import Preemption, ProgressBar
-from lit_fsdp.checkpoint.latest import describe_interruption, find_last_checkpoint, find_other_checkpoint
+from lit_fsdp.checkpoint.latest import (
+    describe_interruption,
+    find_last_checkpoint,
+    find_other_checkpoint,
+    is_whole,
+    list_run_folders,
+)
 from lit_fsdp.checkpoint.manifest import MANIFEST
 from lit_fsdp.checkpoint.reader import check_checkpoint, read_plain
 from lit_fsdp.checkpoint.remote import Location, is_remote, locate, locate_local
@@ -730,7 +736,7 @@ def _read_plain(place: Location) -> dict[str, Any]:
 
 
 def _check_place(given: str) -> str:
-    """Return the name of a checkpoint as all know it; refuse one that is not there."""
+    """Return the name of a checkpoint as all know it, of a run that of its newest; refuse one that is not there."""
     place = _locate_checkpoint(given)
     if isinstance(place, Path) and (problem := describe_special_file(place)) is not None:
         raise ConfigError(f"ckpt_path: {given!r} {problem}")
@@ -739,6 +745,11 @@ def _check_place(given: str) -> str:
         guess = nearest(place.name, [p.name for p in folder.glob("*")]) if folder.is_dir() else None
         hint = f"did you mean {folder / guess}?" if guess else "expected a checkpoint, or last"
         raise ConfigError(f"ckpt_path: {given!r} does not exist: {hint}")
+    if place.is_dir() and not is_whole(place):
+        found = find_last_checkpoint(list_run_folders(place), rank_zero_info)
+        if found is not None:
+            rank_zero_info(f"ckpt_path: taking the newest of {given}, {found}")
+            return str(found)
     return str(place) if is_remote(given) else given
 
 

@@ -363,6 +363,10 @@ def test_ckpt_path_last_finds_the_earlier_run_and_the_command_line_wins_over_its
     capfd.readouterr()
     assert main([*again, "--model.init_args.size.width=9"]) == 0
     assert "1 (now at 3)" in capfd.readouterr().out
+    # As of the folder of the run, from a run of another name.
+    by_run = ["fit", "--config=run.yaml", "--run_name=further", "--ckpt_path=runs/again", "--trainer.max_steps=4"]
+    assert main(by_run) == 0
+    assert "1 (now at 4)" in capfd.readouterr().out
     saved = yaml.safe_load((folder / "runs/again/version_1/config.yaml").read_text())
     assert saved["model"]["init_args"]["size"]["width"] == 9
 
