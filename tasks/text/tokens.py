@@ -136,12 +136,15 @@ class Encoder:
         text = '{"k": 1}'
         if (rendered := self._render_call(text)) is not None and text not in rendered:
             return parse_arguments  # it makes JSON of text, which would quote it once more
-        rendered = self._render_call({"k": 1})
-        # The second is what Python writes of an object that a template puts in as it is.
-        return write_arguments if rendered is None or "{'k': 1}" in rendered else list
+        of_object = self._render_call({"k": 1})
+        if of_object is None:
+            return list if rendered is None else write_arguments
+        # What Python writes of an object that a template puts in as it is.
+        return write_arguments if "{'k': 1}" in of_object else list
 
     def _render_call(self, arguments: Any) -> str | None:
-        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        function = {"name": "f", "arguments": arguments}
+        call = {"type": "function", "id": "000000000", "function": function}  # Mistral wants 9
         answer = {"role": "assistant", "content": "", "tool_calls": [call]}
         chat = Chat(messages=[{"role": "user", "content": "a"}, answer])
         try:

@@ -21,6 +21,8 @@ MARKED = (
 )
 FORGETFUL = "{% for m in messages %}<{{ m.role }}>{{ m.content if loop.last else 'gone' }}\n{% endfor %}"
 EITHER = "{% if c.arguments is string %}{{ c.arguments }}{% else %}{{ c.arguments | tojson }}{% endif %}"
+NEEDS_ID = "{% if call.id | length != 9 %}{{ raise_exception('no id') }}{% endif %}{{ c.arguments | tojson }}"
+NEEDS_NAME = "{% if c.name != 'add' %}{{ raise_exception('no such tool') }}{% endif %}{{ c.arguments | tojson }}"
 REFUSING = "{{ raise_exception('roles must alternate') }}"
 
 CHAT = Chat(
@@ -215,6 +217,9 @@ def test_an_instruction_is_a_text_for_a_tokenizer_without_a_template(tokenizer: 
         (EITHER, {"a": 1}, '{"a": 1}'),
         ("{{ '' + c.arguments }}", {"a": 1}, '{"a": 1}'),
         ("{{ c.arguments }}", {"a": 1}, '{"a": 1}'),  # or it were what Python writes
+        (NEEDS_ID, '{"a":1}', '{"a": 1}'),
+        (NEEDS_ID, {"a": 1}, '{"a": 1}'),
+        (NEEDS_NAME, {"a": 1}, '{"a": 1}'),
     ],
 )
 def test_arguments_of_calls_are_json_once_whatever_a_template_takes(
@@ -222,10 +227,10 @@ def test_arguments_of_calls_are_json_once_whatever_a_template_takes(
 ) -> None:
     tokenizer.chat_template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
-        "{% for c in m.tool_calls | default([]) | map(attribute='function') %}" + arguments + "{% endfor %}</s>"
+        "{% for call in m.tool_calls | default([]) %}{% set c = call.function %}" + arguments + "{% endfor %}</s>"
         "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     )
-    calls = [{"type": "function", "function": {"name": "add", "arguments": given}}]
+    calls = [{"type": "function", "id": "123456789", "function": {"name": "add", "arguments": given}}]
     chat = Chat(messages=[{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": calls}])
     encoded = encode(tokenizer, chat)
     assert tokenizer.decode(encoded.ids) == f"<user>?</s><assistant>{shown}</s>"
