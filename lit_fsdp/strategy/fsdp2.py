@@ -85,8 +85,8 @@ from lit_fsdp.strategy.lightning_internals import (
     count_steps_of_loggers,
     evaluate_without_inference_mode,
     forget_train_loader,
+    is_last_evaluation_batch,
     is_last_micro_batch,
-    is_last_validation_batch,
     is_placeholder,
     keep_links,
     save_where_all_fail,
@@ -691,9 +691,19 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         output = super().validation_step(*args, **kwargs)
-        if is_last_validation_batch(self._module.trainer):
-            self._reshard()  # for hooks that put weights back, such as those that an average of them took the place of
+        self._let_go_after_last()
         return output
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        output = super().test_step(*args, **kwargs)
+        self._let_go_after_last()
+        return output
+
+    def _let_go_after_last(self) -> None:
+        """Reshard for hooks that put weights back, such as those that an average of them took the place of."""
+        if is_last_evaluation_batch(self._module.trainer):
+            reshard(self._module)
 
     def _follow_toggles_of_kept(self) -> None:
         """Keep what hooks between micro-batches have frozen or unfrozen, which gathered weights would forget."""
@@ -827,6 +837,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
 
     def _begin_evaluation(self, begin: Callable[[], None]) -> None:
         self._follow_toggles_of_kept()
+        self._reshard()  # what hooks have drawn from, for those that put other weights in place
         self.finish_steps()
         self._finish_comparison()
         begin()

@@ -102,7 +102,7 @@ def gather(module: nn.Module) -> dict[str, Tensor]:
 def train(build: Callable[[], pl.LightningModule], out: Path, is_sharded: bool, **options: Any) -> None:
     """Train on this rank; rank 0 writes the weights. Checkpoints ``save`` and ``resume`` are options."""
     pl.seed_everything(0, verbose=False)
-    module = build()
+    module, evaluates = build(), options.pop("evaluates", False)
     saved, resume, own = options.pop("save", None), options.pop("resume", None), options.pop("strategy", {})
     strategy: Any = FSDP2Strategy(print_plan=False, **own) if is_sharded else DDPStrategy(find_unused_parameters=True)
     settings = {"gradient_clip_val": None, "use_distributed_sampler": True, "max_steps": -1, "max_epochs": 2, **options}
@@ -110,6 +110,9 @@ def train(build: Callable[[], pl.LightningModule], out: Path, is_sharded: bool, 
     trainer.fit(module, ckpt_path=resume)
     if saved is not None:
         trainer.save_checkpoint(saved)
+    if evaluates:
+        trainer.validate(module, verbose=False)
+        trainer.test(module, verbose=False)
     weights = gather(module)
     if dist.get_rank() == 0:
         torch.save(weights, out)
@@ -765,6 +768,7 @@ class ValidatesAverage(Samples):
     def on_train_batch_end(self, *_: Any) -> None:
         for mean, own in zip(self.average.parameters(), self.net.parameters(), strict=True):
             mean.data.mul_(0.5).add_(own.data, alpha=0.5)
+        self.draw()
 
     def on_validation_epoch_start(self) -> None:
         self.kept = [own.detach().clone() for own in self.net.parameters()]
@@ -778,13 +782,18 @@ class ValidatesAverage(Samples):
         for before, own in zip(self.kept, self.net.parameters(), strict=True):
             own.data.copy_(before)
 
+    test_step, on_test_epoch_start = validation_step, on_validation_epoch_start
+    on_test_epoch_end = on_validation_epoch_end
+
     def val_dataloader(self) -> DataLoader[Any]:
         return self.train_dataloader()
 
+    test_dataloader = val_dataloader
+
 
 @pytest.mark.full
-def test_hooks_put_weights_back_after_the_last_batch_of_a_validation(tmp_path: Path) -> None:
-    compare(ValidatesAverage, tmp_path)
+def test_hooks_put_other_weights_in_place_for_an_evaluation_and_take_them_out_again(tmp_path: Path) -> None:
+    compare(ValidatesAverage, tmp_path, evaluates=True)
 
 
 class Differentiated(Plain):
