@@ -84,7 +84,7 @@ def find_largest(count_left: Callable[[int], int], low: int, high: int) -> int |
 
     Args:
         count_left: What is left; it falls as the number rises. Expensive, and often nearly a straight line.
-        low: The smallest number; ``None`` is returned if nothing is left for it.
+        low: The smallest number; ``None`` is returned if nothing is left for it, nor for the largest.
         high: The largest.
     """
     left_low, left_high = count_left(low), count_left(high)
