@@ -14,7 +14,7 @@ from lit_fsdp.sharding.mesh import get_fsdp_mesh
 from lit_fsdp.sharding.mixed_precision import MixedPrecision, cast_parameters
 from lit_fsdp.sharding.roots import split_by_child
 from lit_fsdp.sharding.settings import Settings
-from lit_fsdp.sharding.shard import broadcast_parameters, compile_blocks, list_whole, shard_model
+from lit_fsdp.sharding.shard import broadcast_parameters, compile_blocks, list_whole, refuse_lazy, shard_model
 from lit_fsdp.sharding.tensor_parallel import parallelize_layers, refuse_split
 from lit_fsdp.sharding.wrap import Unit, iterate_blocks, plan_module
 
@@ -43,6 +43,7 @@ def shard_module(
         has_changing_lengths: Whether rows are padded to another length in each batch, see ``compile_blocks``.
     """
     refuse_split(module)
+    refuse_lazy(module)
     cast_parameters(module, dtypes, keep=list_adapter_parameters(module))
     broadcast_parameters(module)
     parallelize_layers(module, mesh)

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -305,6 +306,16 @@ def no_sync(*roots: FSDPModule) -> Iterator[None]:
             root.set_requires_gradient_sync(True)
 
 
+def refuse_lazy(model: nn.Module) -> None:
+    """Refuse parameters and buffers whose sizes only a forward will know, as those of ``nn.LazyLinear``."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(
+                f"{name} has no size before the first forward: sharding needs it; run the module once where it is "
+                "built, or name its sizes, as with nn.Linear for nn.LazyLinear"
+            )
+
+
 def broadcast_parameters(model: nn.Module) -> None:
     """Give all ranks the parameters and buffers of rank 0, as DDP does. Before sharding.
 
@@ -413,8 +424,13 @@ def _check_dtypes(model: nn.Module, plan: Sequence[Unit], whole: Container[nn.Pa
 
 
 def _refuse_states(model: nn.Module, whole: Container[nn.Parameter]) -> None:
-    """Refuse parameters of bitsandbytes, which FSDP2 replaces by plain ones, and gradients that it cannot reduce."""
+    """Refuse parameters of bitsandbytes, which FSDP2 replaces by plain ones, and gradients that it cannot reduce.
+
+    Scripts too: they keep the parameters that they were compiled with.
+    """
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(p not in whole for p in module.parameters()):
+            raise ValueError(f"{name} is a script of torch.jit: its parameters cannot be sharded; leave torch.jit out")
         weight = getattr(module, "weight", None)
         is_sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
         if is_sparse and weight is not None and weight.requires_grad and weight not in whole:
@@ -431,6 +447,8 @@ def _refuse_states(model: nn.Module, whole: Container[nn.Parameter]) -> None:
 def _arrange_memory(model: nn.Module, whole: Container[nn.Parameter], device_type: str) -> None:
     for parameter in model.parameters():
         if parameter not in whole:
+            if not parameter.numel():  # FSDP2 cannot reduce a gradient without elements
+                parameter.requires_grad_(False)
             if not parameter.is_contiguous():  # transposed, or in channels_last: FSDP2 refuses it
                 parameter.data = parameter.data.contiguous()  # as it is gathered
         elif not parameter.is_meta:  # those are made where they are needed

@@ -81,7 +81,7 @@ def warn_of_lists(model: nn.Module) -> None:
 def _find_stale(module: nn.Module, present: set[int]) -> list[str]:
     """Return the attributes that are plain containers of parameters which the model does not have."""
     plain = {key: value for key, value in vars(module).items() if isinstance(value, list | tuple | dict)}
-    del plain["_parameters"]
+    plain.pop("_parameters", None)  # a ScriptModule has none
     items = {key: value.values() if isinstance(value, dict) else value for key, value in plain.items()}
     return [
         key

@@ -128,7 +128,8 @@ def compare(build: Callable[[], pl.LightningModule], folder: Path, *, world_size
 def assert_same(path: Path, other: Path, tolerance: float) -> None:
     weights, expected = torch.load(path), torch.load(other)
     assert weights.keys() == expected.keys()
-    assert find_largest(float((weights[name] - value).abs().max()) for name, value in expected.items()) <= tolerance
+    filled = {name: value for name, value in expected.items() if value.numel()}
+    assert find_largest(float((weights[name] - value).abs().max()) for name, value in filled.items()) <= tolerance
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.full), 2])
@@ -221,6 +222,15 @@ class Waves(Plain):
         return super().training_step({**batch, "x": x}, index)
 
 
+class Scripted(Plain):
+    """Has a part that torch.jit has compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+            self.net[0] = torch.jit.script(self.net[0])
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -232,8 +242,9 @@ class Waves(Plain):
         (FourBits, r"net.2.weight is a Params4bit of bitsandbytes: .* set quantization of CausalLM"),
         pytest.param(SparseGradients, "table.sparse: got True: .*; leave it out", marks=pytest.mark.full),
         pytest.param(Waves, "weight is torch.complex64: .* keep torch.view_as_real", marks=pytest.mark.full),
+        pytest.param(Scripted, "net.0 is a script of torch.jit: .*; leave torch.jit out", marks=pytest.mark.full),
     ],
-    ids=["AdamW8bit", "Adafactor", "Linear4bit", "sparse", "complex"],
+    ids=["AdamW8bit", "Adafactor", "Linear4bit", "sparse", "complex", "script"],
 )
 def test_what_cannot_be_sharded_trains_on_one_rank_and_is_refused_on_two(
     build: Callable[[], pl.LightningModule], message: str, tmp_path: Path
@@ -241,6 +252,39 @@ def test_what_cannot_be_sharded_trains_on_one_rank_and_is_refused_on_two(
     run_ranks(train, build, tmp_path / "out", True, world_size=1)
     with pytest.raises(RankError, match=message):
         run_ranks(train, build, tmp_path / "out", True)
+
+
+class Unsized(Plain):
+    """Leaves a size to the first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0] = nn.LazyLinear(15)
+
+
+@pytest.mark.full
+def test_parameters_without_a_size_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"net.0.weight has no size before the first forward: .* nn.Linear for"):
+        run_ranks(train, Unsized, tmp_path / "out", True, world_size=1)
+
+
+class NoFeatures(Plain):
+    """Adds a layer that a setting has given no outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(6, 0)
+
+    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+        return super().training_step(batch, index) + self.extra(batch["x"]).sum()
+
+
+@pytest.mark.full
+def test_parameters_without_elements_train_nothing_and_are_saved_and_resumed(tmp_path: Path) -> None:
+    run_ranks(partial(train, save=tmp_path / "checkpoint"), NoFeatures, tmp_path / "first", True)
+    compare(NoFeatures, tmp_path, max_epochs=4)
+    run_ranks(partial(train, resume=tmp_path / "checkpoint", max_epochs=4), NoFeatures, tmp_path / "resumed", True)
+    assert_same(tmp_path / "resumed", tmp_path / "sharded", 0)
 
 
 class Marked(Plain):
