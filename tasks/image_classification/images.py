@@ -29,6 +29,10 @@ class BadImageError(Exception):
     """An image that cannot be decoded; the message says which and why."""
 
 
+class UnansweredError(RuntimeError):
+    """An image that a network did not give: nobody knows whether it is bad."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Images:
     """Images that are read one by one, and their labels.
@@ -65,8 +69,18 @@ class Images:
             image = self.open(index)
             image.load()
             return _to_rgb(_turn(image))
+        except UnansweredError:
+            raise
         # What decoders raise for damaged data differs by format; a missing file is an OSError too.
-        except (OSError, ValueError, SyntaxError, TypeError, EOFError, Image.DecompressionBombError) as error:
+        except (
+            OSError,
+            ValueError,
+            SyntaxError,
+            TypeError,
+            EOFError,
+            RuntimeError,  # of AVIF
+            Image.DecompressionBombError,
+        ) as error:
             reason = get_first_line(error)
             raise BadImageError(f"{self.locate(index)}: {reason}") from error
 

@@ -19,7 +19,7 @@ from PIL import Image
 from lit_fsdp.checkpoint.remote import locate
 from lit_fsdp.checkpoint.sharded import agree
 from lit_fsdp.files import refuse_special_file
-from lit_fsdp.tasks.image_classification.images import SUFFIXES, Images, decode
+from lit_fsdp.tasks.image_classification.images import SUFFIXES, Images, UnansweredError, decode
 from lit_fsdp.tasks.image_classification.manifests import get_label
 from lit_fsdp.tasks.row_files import describe_json_error, list_files, parse_json, refuse_splits
 
@@ -176,7 +176,7 @@ def _read_part(shard: str, offset: int, size: int) -> bytes:
         return _retry(partial(_fetch_part, shard, offset, size))
     except Exception as error:
         tries = "" if isinstance(error, _LASTING) else f", tried {_TRIES} times"
-        raise RuntimeError(
+        raise UnansweredError(
             f"{_drop_query(shard)}: {size} bytes at {offset} could not be read{tries}: {_say(error)}"
         ) from error
 
@@ -192,7 +192,7 @@ def read_object(url: str) -> bytes:
         return _retry(fetch)
     except Exception as error:
         tries = "" if isinstance(error, _LASTING) else f", tried {_TRIES} times"
-        raise RuntimeError(f"{url}: could not be read{tries}: {_say(error)}") from error
+        raise UnansweredError(f"{url}: could not be read{tries}: {_say(error)}") from error
 
 
 def _fetch_part(shard: str, offset: int, size: int) -> bytes:

@@ -154,6 +154,21 @@ def test_an_image_that_is_damaged_is_named(folder: Path, tmp_path: Path) -> None
         find(tmp_path / "gone.csv").read(0)
 
 
+@pytest.mark.skipif(not features.check("avif"), reason="this Pillow reads no AVIF")
+def test_a_damaged_avif_whose_decoder_raises_runtime_errors_is_a_bad_image(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (24, 24, 3), dtype=np.uint8)).save(tmp_path / "0.avif")
+    data = (tmp_path / "0.avif").read_bytes()
+    pixels = data.index(b"mdat") + 4
+    for i, damaged in enumerate((data[:pixels] + b"\xff" * (len(data) - pixels), data.replace(b"pitm", b"free"))):
+        (tmp_path / "a" / f"{i}.avif").write_bytes(damaged)
+    (tmp_path / "0.avif").unlink()
+    images = find(tmp_path)
+    for i in range(2):
+        with pytest.raises(BadImageError, match=rf"a/{i}\.avif: "):
+            images.read(i)
+
+
 @pytest.mark.parametrize("mode", ["L", "LA", "P", "RGBA", "CMYK", "I;16"])
 def test_every_kind_of_pixel_becomes_rgb(mode: str, tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
