@@ -91,6 +91,8 @@ def read_audio(path: Path, sample_rate: int, max_seconds: float | None = None) -
         samples, rate = soundfile.read(path, dtype="float32", always_2d=True)
     except soundfile.LibsndfileError as error:
         raise AudioError(f"cannot be read: {error.error_string}") from error
+    except TypeError as error:  # of soundfile, where a name ends in .raw: samples without a header
+        raise AudioError(f"cannot be read: {error}") from error
     if len(samples) < info.frames:
         raise AudioError(f"cut short: {len(samples) / rate:.2f} s of {seconds:.2f} s are there")
     mono = samples.mean(axis=1, dtype=np.float32)

@@ -299,6 +299,12 @@ def test_a_folder_that_was_not_prepared_to_the_end_is_not_trained_on(
     assert len(read_rows(tmp_path)) == 5
 
 
+def test_a_name_that_promises_samples_without_a_header_is_refused_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "a.raw").write_bytes(bytes(4800))
+    with pytest.raises(AudioError, match=r"^cannot be read: samplerate must be specified"):
+        read_audio(tmp_path / "a.raw", 24000)
+
+
 @pytest.mark.parametrize("ending", ["wav", "mp3", "flac", "ogg"])
 @pytest.mark.parametrize("share", [0.5, 0.95])
 def test_a_file_that_was_cut_is_rejected(tmp_path: Path, ending: str, share: float) -> None:
