@@ -16,6 +16,7 @@ from lit_fsdp.checkpoint.latest import measure_age
 from lit_fsdp.checkpoint.remote import Location
 from lit_fsdp.cli.source_digest import describe_source
 from lit_fsdp.redaction import redact
+from lit_fsdp.strategy.roll_call import PLACE
 
 # All else may differ, such as num_workers, devices, folders and the progress bar. Seeds too: rank 0 hands on its own.
 _SHARED = re.compile(
@@ -27,7 +28,6 @@ _SHARED = re.compile(
     r"num_sanity_val_steps|log_every_n_steps|use_distributed_sampler|enable_checkpointing)|"
     r"trainer\.strategy(\.class_path|\.init_args\.(?!print_plan|\w*timeout_s|verify_checkpoint).+)?"
 )
-_PLACE = "a path"
 # Settings of the data that name what a command reads.
 _SOURCES = {
     "fit": ("train", "validation"),
@@ -105,7 +105,7 @@ def _drop_places(value: Any) -> Any:
     if isinstance(value, str):
         # Absolute on one rank, it may be relative on another.
         is_place = value.startswith(("/", "~", "./", "../")) or os.path.lexists(value)  # False of what is no name
-        return _PLACE if is_place else value
+        return PLACE if is_place else value
     if value is None or isinstance(value, bool | int | float):
         return value
-    return _PLACE if isinstance(value, Path) else type(value).__name__
+    return PLACE if isinstance(value, Path) else type(value).__name__

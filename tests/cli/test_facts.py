@@ -12,6 +12,7 @@ from lit_fsdp.checkpoint.manifest import write_manifest
 from lit_fsdp.cli import facts, source_digest
 from lit_fsdp.cli.facts import choose_facts, describe_start, list_sources, list_versions
 from lit_fsdp.cli.source_digest import describe_source
+from lit_fsdp.strategy.roll_call import describe_difference, sign_in
 
 MODEL = {"class_path": "lit_fsdp.tasks.CausalLM", "init_args": {"pretrained": "base", "lora": {"r": 8}}}
 
@@ -55,6 +56,20 @@ def test_what_rightly_differs_between_nodes_is_not_compared(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base").mkdir()
     assert choose_facts(build(changes)) == choose_facts(build({}))
+
+
+def test_a_relative_path_may_be_there_on_some_nodes_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    present = []
+    for rank, rate in enumerate((0.5, 0.5, 0.6)):
+        callback = Namespace(class_path="mine.Notes", init_args=Namespace(out="notes.txt", rate=rate))
+        present.append(sign_in(rank, choose_facts(build({"trainer.callbacks": [callback]}))))
+        (tmp_path / "notes.txt").touch()  # as rank 0 does, or the run before it did
+    assert describe_difference(present[:2]) is None
+    told = describe_difference(present)
+    assert told is not None
+    assert told.startswith("trainer.callbacks: rank 0 on ")
+    assert '"rate": 0.6' in told
 
 
 @pytest.mark.parametrize(
