@@ -22,6 +22,7 @@ from torch import Tensor, nn
 # Private, seen in torch 2.13.
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from lit_fsdp.adapters.initialization import is_decomposed, reset_adapter
 from lit_fsdp.adapters.layers import clean_name, is_adapter_name, is_own_part, iterate_adapters
@@ -228,6 +229,12 @@ def _init_unit(
         writer.finish()
 
 
+def _is_undrawn(parameter: nn.Parameter | None) -> bool:
+    if parameter is None or isinstance(parameter, DTensor) or parameter.is_meta or not parameter.numel():
+        return False
+    return bool(torch.isnan(parameter.detach().flatten()[0]))
+
+
 def _make_full(writer: ShardWriter, parameter: nn.Parameter, name: str) -> nn.Parameter:
     if not writer.dtype.is_floating_point:
         where = clean_name(name).removeprefix(".")
@@ -239,12 +246,20 @@ def _make_full(writer: ShardWriter, parameter: nn.Parameter, name: str) -> nn.Pa
 def _init_module(name: str, module: nn.Module, owners: dict[str, Any], seed: int) -> None:
     digest = hashlib.sha256(f"{seed}/{clean_name(name)}".encode()).digest()
     # Not torch.manual_seed, which takes milliseconds to seed devices that nothing is drawn on.
-    torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") % 2**63)
+    own_seed = int.from_bytes(digest[:8], "little") % 2**63
+    torch.default_generator.manual_seed(own_seed)
     if reset_adapter(module):
         return
     inside = [owner for owner in owners if not owner or name == owner or name.startswith(f"{owner}.")]
     if inside:
-        owners[max(inside, key=len)](module)
+        init = owners[max(inside, key=len)]
+        init(module)
+        reset = getattr(module, "reset_parameters", None)
+        # RegNet leaves biases as torch has made them; what _make_full gave is NaN throughout.
+        if reset is not None and any(_is_undrawn(parameter) for parameter in module._parameters.values()):
+            reset()
+            torch.default_generator.manual_seed(own_seed)
+            init(module)
         return
     for method in ("reset_parameters", "_reset_parameters"):
         if hasattr(module, method):

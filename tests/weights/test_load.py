@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torchmetrics import MeanMetric
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, RegNetConfig, RegNetModel
 
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing, apply_activation_checkpointing
 from lit_fsdp.sharding.shard import Sharding, shard_model
@@ -416,3 +416,17 @@ def test_an_index_that_names_a_tensor_its_file_lacks_is_refused_by_name(tmp_path
     materialize(model, CPU)
     with pytest.raises(ValueError, match=r"lm_head\.weight"):
         load_weights(model, tmp_path)
+
+
+def test_what_a_model_leaves_as_its_modules_have_it_is_drawn_as_they_draw_it() -> None:
+    # RegNet draws the weight of a convolution and leaves its bias to torch.
+    config = RegNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], groups_width=8)
+    with torch.device("meta"):
+        model = RegNetModel(config)
+    materialize(model, CPU)
+    init_weights(model, 0)
+    found = dict(model.named_parameters())
+    name = next(name for name in found if name.endswith("attention.2.bias"))
+    assert found[name].abs().max() <= found[name.replace("bias", "weight")][0].numel() ** -0.5  # as nn.Conv2d
+    assert all(parameter.isfinite().all() for parameter in found.values())
+    assert found[name].unique().numel() == found[name].numel()
