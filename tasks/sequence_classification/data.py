@@ -42,7 +42,9 @@ from lit_fsdp.tasks.sequence_classification.rows import (
     LabeledEncoder,
     LabeledFormat,
     PydocParagraphs,
+    list_class_names,
     list_labeled_texts,
+    name_labels,
     write_labeled,
 )
 from lit_fsdp.tasks.shares import Share
@@ -87,8 +89,9 @@ class LabeledTextData(TaskData):
         problem_type: What labels are: ``single_label_classification``, ``multi_label_classification``, ``regression``,
             or ``reward`` for pairs. If not given, lists are several labels; where all labels are numbers, and some
             have a point, such as 1.0, they are values to predict; all else names a class.
-        classes: Names of the classes, in the order of the model's outputs. If not given, those of ``train``: sorted,
-            or 0 to the largest where labels are whole numbers.
+        classes: Names of the classes, in the order of the model's outputs. If not given, those of ``train``: as a data
+            set has them for its numbers (``ClassLabel``), else sorted, or 0 to the largest where labels are whole
+            numbers.
         columns: The fields of your rows, where they have names of their own.
         label: The field that holds the label.
         bad_rows: ``error`` stops at the first bad row; ``skip`` leaves bad rows out and warns with their number.
@@ -355,9 +358,15 @@ class LabeledTextData(TaskData):
         encoder = LabeledEncoder(self.tokenizer, self.seq_length)
         facts = {"tokenizer": self._tokenizer_id, "seq_length": self.seq_length, "is_labeled": labeled.is_labeled}
         facts |= {"has_places": True} if self.skips_bad_rows and not labeled.is_labeled else {}
+        names: list[str] | None = None
+        if labeled.is_labeled and self.given_classes is None and self.given_problem != REGRESSION:
+            names = list_class_names(parts, labeled.label)
+        facts |= {} if names is None else {"names": names}
 
         def build(folder: Path) -> None:
             rows = read_parts(parts, f"tokenizing {split}")
+            if names is not None:
+                rows = name_labels(rows, labeled.label, names)
             try:
                 write_labeled(folder, rows, encoder=encoder, labeled=labeled, skip_bad_rows=self.skips_bad_rows)
             except ValueError as error:
@@ -367,22 +376,23 @@ class LabeledTextData(TaskData):
         self._tell(split, store)
         if labeled.is_labeled and not labeled.is_pair:
             try:
-                self._set_problem(split, Labels(store.folder))
+                self._set_problem(split, Labels(store.folder), names)
             except ValueError as error:
                 raise ValueError(f"{split}: {error}") from error
         return store
 
-    def _set_problem(self, split: Split, labels: Labels) -> None:
-        """Set what is learned of labels and the names of classes, unless they are known."""
+    def _set_problem(self, split: Split, labels: Labels, names: list[str] | None) -> None:
+        """Set what is learned of labels and the names of classes, unless they are known; a data set may have names."""
         if split == "train" and labels.are_full:
             raise ValueError(
                 f"every row lists all of the labels {join_names([str(value) for value in labels.values])}: expected "
                 "the classes that apply, not 0 or 1 for each class"
             )
         is_known = self._problem is not None
-        self._problem = labels.find_problem(self._problem, has_classes=self.given_classes is not None)
+        has_classes = self.given_classes is not None or names is not None
+        self._problem = labels.find_problem(self._problem, has_classes=has_classes)
         if self._problem != REGRESSION:
-            self._classes = self._classes or labels.list_classes()
+            self._classes = self._classes or names or labels.list_classes()
             return
         if self.given_classes is not None:
             raise ValueError(

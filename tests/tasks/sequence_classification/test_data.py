@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import ClassLabel, Dataset, Features, List, Value
 from text_tasks import save_tokenizer, write_rows
 from transformers import AutoTokenizer
 
@@ -62,6 +63,32 @@ def test_what_is_learned_follows_from_the_labels(
     stock = AutoTokenizer.from_pretrained(tokenizer)([f"{TEXT}{i}" for i in range(2)], padding=True)
     assert batch["input_ids"].tolist() == stock["input_ids"]  # as a pipeline of Transformers reads them
     assert batch["attention_mask"].tolist() == stock["attention_mask"]
+
+
+@pytest.mark.parametrize(("labels", "expected"), [([2, 0], [2, 0]), ([[0, 2], []], [[1, 0, 1], [0, 0, 0]])])
+def test_classes_are_those_that_a_data_set_names(make: Any, tmp_path: Path, labels: Any, expected: Any) -> None:
+    """In its order, of which one has no row; where they are numbers themselves, none is taken for a place."""
+    names = ["3", "1", "2"]
+    kind: Any = ClassLabel(names=names)
+    features = Features({"text": Value("string"), "label": List(kind) if isinstance(labels[0], list) else kind})
+
+    def save(name: str, labels: Any) -> str:
+        rows = {"text": [f"{TEXT}{i}" for i in range(len(labels))], "label": labels}
+        Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / name)
+        return str(tmp_path / name)
+
+    later = labels[:1]  # without the first class, or the second
+    data = make(train=save("train", labels), validation=save("validation", later))
+    data.setup("fit")
+    assert data.classes == names
+    for loader, wanted in ((data.train_dataloader(), expected), (data.val_dataloader(), expected[:1])):
+        assert next(iter(loader))["labels"][: len(wanted)].tolist() == wanted
+    if isinstance(labels[0], int):
+        with pytest.raises(ValueError, match=r'train: .*row 1: "label" is missing'):
+            make(train=save("unlabelled", [-1, 0])).setup("fit")
+        numbers = make(train=save("numbers", labels), problem_type="regression")
+        numbers.setup("fit")
+        assert numbers.classes is None
 
 
 def test_chats_and_pairs_are_rendered_and_long_pairs_left_out(make: Any, tokenizer: str) -> None:
