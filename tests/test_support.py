@@ -133,11 +133,26 @@ ATTRIBUTES = {
     "peft": {"_disable_adapters"},
     "python": {"_action_groups", "_current_frames", "_exit", "_optionals"},
     "torch: FSDP2": {
-        *("_all_gather_comm", "_all_reduce_hook", "_all_reduce_process_group", "_comm_ctx", "_end_backward_iteration"),
+        *(
+            "_all_gather_comm",
+            "_all_reduce_hook",
+            "_all_reduce_process_group",
+            "_comm_ctx",
+            "_device_handle",
+            "_end_backward_iteration",
+        ),
         *("_fsdp_param_groups", "_get_fsdp_state", "_orig_cls_mro_index", "_reduce_scatter_comm", "_unsharded_param"),
         *("_all_gather_result", "_module_fqn", "_modules_to_run_forward", "_root_post_backward_final_callback"),
         *("_get_post_forward_mesh_info",),
-        *("_is_root", "_register_post_backward_hook", "_sharded_param_data", "_state_ctx", "_training_state"),
+        *(
+            "_is_root",
+            "_lazy_init",
+            "_module_info",
+            "_register_post_backward_hook",
+            "_sharded_param_data",
+            "_state_ctx",
+            "_training_state",
+        ),
     },
     "torch: operators": {
         *("_amp_foreach_non_finite_check_and_unscale_", "_foreach_clamp_max_", "_foreach_clamp_min_", "_foreach_copy_"),

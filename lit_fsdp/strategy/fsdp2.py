@@ -858,6 +858,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
 
     @override
     def on_validation_end(self) -> None:
+        self._reshard()  # what was used after the last batch, such as for samples
         self.end_evaluation()
         if self._module.trainer.sanity_checking:
             check_monitors(self._module.trainer)

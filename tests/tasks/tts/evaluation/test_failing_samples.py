@@ -39,12 +39,12 @@ class FailingBlock:
 
 
 class Gathered(pl.Callback):
-    """Lists the parameters that are not sharded after a validation."""
+    """Lists the parameters that are not sharded when a batch begins."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         self.names += [name for name, p in pl_module.named_parameters() if not isinstance(p, DTensor)]
 
 
