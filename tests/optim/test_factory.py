@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,11 @@ from lit_fsdp.tasks import CausalLM, LRSchedule
 from lit_fsdp.tasks.lr_schedule import ConfiguredLR
 from ranks import run_ranks
 
+VOCAB_SIZE = 66
 # Matrices of 4096 elements and more, in rows of one block of 256.
-WIDE = {"vocab_size": 66, "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4}
+WIDE = {"vocab_size": VOCAB_SIZE, "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4}
+# Muon multiplies whole matrices in bfloat16, for which most CPUs have no fast kernel.
+NARROW = {**WIDE, "hidden_size": 64, "intermediate_size": 64}
 SETTINGS = {
     "adamw": Optimizer(learning_rate=1e-3, weight_decay=0.1, eps=1e-4),
     "adamw_8bit": Optimizer(name="adamw_8bit", learning_rate=1e-3, weight_decay=0.1, eps=1e-4),
@@ -48,9 +52,7 @@ class MuonBesideAdamW:
     """Two optimizers of torch: the first steps matrices that are neither embedding nor head."""
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
-        ends, hidden = (
-            [p for p in groups[0]["params"] if (p.shape[0] == WIDE["vocab_size"]) is x] for x in (True, False)
-        )
+        ends, hidden = ([p for p in groups[0]["params"] if (p.shape[0] == VOCAB_SIZE) is x] for x in (True, False))
         self.parts = [
             torch.optim.Muon(hidden, lr=1e-3, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW([{**groups[0], "params": ends}, groups[1]], lr=1e-3, eps=1e-4),
@@ -76,9 +78,10 @@ NAMES = ["adamw_8bit", "adafactor", "muon"]  # tests/sharding/test_parity.py has
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model all runs start from."""
-    return save_model(tmp_path_factory.mktemp("model"), **WIDE)
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The model that all runs of an optimizer start from."""
+    wide, narrow = (save_model(tmp_path_factory.mktemp("model"), **sizes) for sizes in (WIDE, NARROW))
+    return dict.fromkeys(SETTINGS, wide) | {"muon": narrow}
 
 
 def train_with_stock(folder: Path, name: str, change: Optimizer | None = None, seed: int | None = None) -> Result:
@@ -90,7 +93,7 @@ def train_with_stock(folder: Path, name: str, change: Optimizer | None = None, s
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     matrices, others = ([p for p in model.parameters() if (p.ndim >= 2) is is_matrix] for is_matrix in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer, rows, result = STOCK[name](groups), make_rows(WIDE["vocab_size"]), Result()
+    optimizer, rows, result = STOCK[name](groups), make_rows(VOCAB_SIZE), Result()
     for step in range(NUM_STEPS):
         if step == 4 and change is not None:
             for group, decay in zip(optimizer.param_groups, (change.weight_decay, 0.0), strict=True):
@@ -108,9 +111,9 @@ def train_with_stock(folder: Path, name: str, change: Optimizer | None = None, s
 
 
 @pytest.fixture(scope="module")
-def truth(folder: Path) -> dict[str, Result]:
+def truth(folders: dict[str, Path]) -> dict[str, Result]:
     """What each library makes of the model on one device."""
-    return {name: train_with_stock(folder, name) for name in STOCK}
+    return {name: train_with_stock(folders[name], name) for name in STOCK}
 
 
 def fit(folder: Path, out: Path, settings: Optimizer, strategy: dict[str, Any], options: dict[str, Any]) -> None:
@@ -122,7 +125,7 @@ def fit(folder: Path, out: Path, settings: Optimizer, strategy: dict[str, Any], 
     trainer = build_trainer(FSDP2Strategy(print_plan=False, **strategy), callbacks=[recorder], **options)
     task = CausalLM(pretrained=str(folder), optimizer=settings, lr_scheduler=LRSchedule(type="constant"))
     batch_size = GLOBAL_BATCH // dist.get_world_size() // trainer.accumulate_grad_batches
-    trainer.fit(task, Rows(WIDE["vocab_size"], batch_size), ckpt_path=path)
+    trainer.fit(task, Rows(VOCAB_SIZE, batch_size), ckpt_path=path)
     if trainer.global_step < NUM_STEPS:
         trainer.save_checkpoint(out.with_suffix(".ckpt"))
     recorder.result.weights = gather_weights(task)
@@ -174,21 +177,25 @@ def test_sharded_training_equals_the_stock_optimizer_on_one_device(
     world_size: int,
     strategy: dict[str, Any],
     options: dict[str, Any],
-    folder: Path,
+    folders: dict[str, Path],
     truth: dict[str, Result],
     tmp_path: Path,
 ) -> None:
-    run_ranks(fit, folder, tmp_path / "out", SETTINGS[name], strategy, options, world_size=world_size)
-    differences, limits = compare(Result(**torch.load(tmp_path / "out")), truth[name]), list_limits(folder, name, truth)
+    run_ranks(fit, folders[name], tmp_path / "out", SETTINGS[name], strategy, options, world_size=world_size)
+    differences, limits = (
+        compare(Result(**torch.load(tmp_path / "out")), truth[name]),
+        list_limits(folders[name], name, truth),
+    )
     assert all(differences[k] <= limit for k, limit in limits.items()), (differences, limits)
 
 
 @pytest.mark.full
-def test_all_of_them_learn_a_batch_by_heart(folder: Path) -> None:
+def test_all_of_them_learn_a_batch_by_heart(folders: dict[str, Path]) -> None:
     losses = {}
-    for name, settings in SETTINGS.items():
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        hidden, batch = list_hidden_matrices(model), collate(make_rows(WIDE["vocab_size"], 4))
+    in_four_times_narrower = replace(SETTINGS["muon"], learning_rate=4e-3)
+    for name, settings in (SETTINGS | {"muon": in_four_times_narrower}).items():
+        model = AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float32)
+        hidden, batch = list_hidden_matrices(model), collate(make_rows(VOCAB_SIZE, 4))
         optimizer = build_optimizer(model.parameters(), settings, hidden=hidden)
         for _ in range(30):
             optimizer.zero_grad()
@@ -203,12 +210,12 @@ def test_all_of_them_learn_a_batch_by_heart(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+def whole(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     """Runs of 2 ranks without an interruption."""
     out = tmp_path_factory.mktemp("whole") / "out"
     results = {}
     for name in NAMES:
-        run_ranks(fit, folder, out, SETTINGS[name], {}, {})
+        run_ranks(fit, folders[name], out, SETTINGS[name], {}, {})
         results[name] = Result(**torch.load(out))
         results[name].losses[:4] = results[name].grad_norms[:4] = [0.0] * 4
     return results
@@ -230,25 +237,25 @@ def test_a_resumed_run_is_the_same_to_the_bit_on_as_many_ranks(
     name: str,
     world_size: int,
     strategy: dict[str, Any],
-    folder: Path,
+    folders: dict[str, Path],
     truth: dict[str, Result],
     whole: dict[str, Result],
     tmp_path: Path,
 ) -> None:
-    run_ranks(fit, folder, tmp_path / "half", SETTINGS[name], strategy, {"max_steps": 4})
-    resumed = (folder, tmp_path / "resumed", SETTINGS[name], strategy, {"ckpt_path": tmp_path / "half.ckpt"})
+    run_ranks(fit, folders[name], tmp_path / "half", SETTINGS[name], strategy, {"max_steps": 4})
+    resumed = (folders[name], tmp_path / "resumed", SETTINGS[name], strategy, {"ckpt_path": tmp_path / "half.ckpt"})
     run_ranks(fit, *resumed, world_size=world_size)
     differences = compare(Result(**torch.load(tmp_path / "resumed")), whole[name])
-    limits = list_limits(folder, name, truth) if world_size != 2 else dict.fromkeys(differences, 0.0)
+    limits = list_limits(folders[name], name, truth) if world_size != 2 else dict.fromkeys(differences, 0.0)
     assert all(differences[k] <= limit for k, limit in limits.items()), (differences, limits)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("checkpoint_format", ["sharded", "single_file"])
 def test_settings_that_a_resume_changes_are_those_it_trains_with(
-    checkpoint_format: str, folder: Path, truth: dict[str, Result], tmp_path: Path
+    checkpoint_format: str, folders: dict[str, Path], truth: dict[str, Result], tmp_path: Path
 ) -> None:
-    strategy = {"checkpoint_format": checkpoint_format}
+    folder, strategy = folders["adamw"], {"checkpoint_format": checkpoint_format}
     changed = Optimizer(learning_rate=3e-4, weight_decay=0.3, betas=(0.8, 0.99), eps=1e-4)
     run_ranks(fit, folder, tmp_path / "half", SETTINGS["adamw"], strategy, {"max_steps": 4})
     run_ranks(fit, folder, tmp_path / "resumed", changed, strategy, {"ckpt_path": tmp_path / "half.ckpt"})
@@ -272,13 +279,15 @@ def test_one_kernel_steps_all_parameters_unless_steps_are_skipped(
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", SETTINGS)
-def test_steps_with_infinite_float16_gradients_are_skipped(name: str, folder: Path) -> None:
+def test_steps_with_infinite_float16_gradients_are_skipped(name: str, folders: dict[str, Path]) -> None:
     def body() -> None:
         strategy = FSDP2Strategy(print_plan=False, mixed_precision=MixedPrecision(param_dtype="float16"))
         trainer = build_trainer(strategy)
         trainer.strategy.precision_plugin.scaler = ShardedGradScaler("cpu", init_scale=2.0**26)
-        task = CausalLM(pretrained=str(folder), optimizer=SETTINGS[name], lr_scheduler=LRSchedule(type="constant"))
-        trainer.fit(task, Rows(WIDE["vocab_size"], 8))
+        task = CausalLM(
+            pretrained=str(folders[name]), optimizer=SETTINGS[name], lr_scheduler=LRSchedule(type="constant")
+        )
+        trainer.fit(task, Rows(VOCAB_SIZE, 8))
         steps = {int(state["step"]) for state in trainer.optimizers[0].state.values()}
         assert len(steps) == 1
         assert 0 < steps.pop() < NUM_STEPS
@@ -316,7 +325,7 @@ def test_pages_without_a_gpu_are_refused_before_weights_are_read(tmp_path: Path)
         trainer = build_trainer(FSDP2Strategy(print_plan=False, cpu_offload=CPUOffload()))
         task = Unread(pretrained=str(folder), optimizer=Optimizer(name="adamw_8bit_paged"))
         with pytest.raises(ValueError, match=r"adamw_8bit_paged with parameters on cpu: .* set adamw_8bit"):
-            trainer.fit(task, Rows(WIDE["vocab_size"], 8))
+            trainer.fit(task, Rows(VOCAB_SIZE, 8))
 
     run_ranks(body, world_size=1)
     with pytest.raises(ValueError, match="set adamw_8bit"):
