@@ -116,6 +116,8 @@ QUICK = (
 MOVED = ("pissa", "pissa fast", "olora")
 # peft adds up their weights, which are multiplied apart here.
 ADDED = ("experts", "experts only", "experts gpt_oss", "experts olmoe", "experts deepseek_v3", "experts nf4")
+# Scales that are no power of two: peft rounds a product and its sum, one kernel here rounds once.
+SCALED = ("patterns",)
 # What peft loads over the base; the others only merge.
 MERGED = (
     *("pissa nf4", "olora fp4", "int8", "loftq int8", "nf4 dense", "int8 head", "nf4 blocks"),
@@ -179,7 +181,7 @@ def test_peft_loads_it_over_the_same_base_with_the_logits_of_the_training_model(
     model = PeftModel.from_pretrained(base, tmp_path / "out")
     logits = run_model(model)
     assert measure(plain, path) > 1e-3
-    assert measure(logits, path) <= (TOLERANCE if name in (*MOVED, *ADDED) else 0.0)
+    assert measure(logits, path) <= (TOLERANCE if name in (*MOVED, *ADDED, *SCALED) else 0.0)
 
 
 @pytest.mark.full
