@@ -202,7 +202,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         verify_checkpoint: Verify = "sizes",
         print_plan: bool = False,
         timeout_s: float = 1800.0,
-        start_timeout_s: float = 60.0,
+        start_timeout_s: float = 180.0,
         hang_report_s: float | Literal["auto"] | None = "auto",
         oom_retries: int = 0,
     ) -> None:
