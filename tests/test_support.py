@@ -121,7 +121,7 @@ ATTRIBUTES = {
             "_data_fetcher",
             "_defer_save_until_validation",
         ),
-        *("_batches_that_stepped", "_device_mesh", "_monitor_candidates"),
+        *("_batches_that_stepped", "_device_mesh", "_evaluation_loop", "_monitor_candidates"),
         *("_last_checkpoint_saved", "_save_checkpoint", "_save_last_checkpoint", "_save_topk_checkpoint"),
         *("_get_metric_interpolated_filepath_name", "_hpc_resume_path", "_should_save_on_exception"),
         *("_last_global_step_saved", "_layer_sync", "_link_checkpoint", "_logger_connector", "_on_before_fetch"),

@@ -85,7 +85,7 @@ from lit_fsdp.strategy.lightning_internals import (
     count_steps_of_loggers,
     evaluate_without_inference_mode,
     forget_train_loader,
-    is_last_evaluation_batch,
+    get_evaluation_loop,
     is_last_micro_batch,
     is_placeholder,
     keep_links,
@@ -702,7 +702,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
 
     def _let_go_after_last(self) -> None:
         """Reshard for hooks that put weights back, such as those that an average of them took the place of."""
-        if is_last_evaluation_batch(self._module.trainer):
+        if get_evaluation_loop(self._module.trainer).batch_progress.is_last_batch:
             reshard(self._module)
 
     def _follow_toggles_of_kept(self) -> None:

@@ -16,7 +16,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed import DistError
@@ -137,11 +137,9 @@ def is_last_micro_batch(trainer: pl.Trainer) -> bool:
     return not trainer.fit_loop._should_accumulate()
 
 
-def is_last_evaluation_batch(trainer: pl.Trainer) -> bool:
-    """Whether the batch of a validation, also of one inside of training, or of a test is the last that is known of."""
-    alone = {TrainerFn.VALIDATING: trainer.validate_loop, TrainerFn.TESTING: trainer.test_loop}
-    loop = alone.get(trainer.state.fn, trainer.fit_loop.epoch_loop.val_loop)  # type: ignore[arg-type]
-    return loop.batch_progress.is_last_batch
+def get_evaluation_loop(trainer: pl.Trainer) -> Any:
+    """Return the loop of the validation, also of one inside of training, or of the test that runs."""
+    return trainer._evaluation_loop
 
 
 def is_of_unknown_length(loop: Any) -> bool:

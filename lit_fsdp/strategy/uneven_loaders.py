@@ -10,12 +10,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
 from lit_fsdp.sharding.mesh import gather_objects
-from lit_fsdp.strategy.lightning_internals import has_no_batch, is_of_unknown_length
+from lit_fsdp.strategy.lightning_internals import get_evaluation_loop, has_no_batch, is_of_unknown_length
 from lit_fsdp.strategy.roll_call import get_store, wait_until
 
 _passes = count()  # of this process over loaders, the same on all ranks: a second fit must not read words of the first
@@ -40,7 +39,7 @@ class EvenBatches(ParallelStrategy):
         super().on_validation_start()
         trainer = self._trainer
         counts = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
-        self._check_even("val_dataloader", counts, self._validation_loop)
+        self._check_even("val_dataloader", counts, get_evaluation_loop(trainer))
 
     @override
     def on_test_start(self) -> None:
@@ -62,7 +61,7 @@ class EvenBatches(ParallelStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        self._note_evaluated("val_dataloader", self._validation_loop)
+        self._note_evaluated("val_dataloader", get_evaluation_loop(self._trainer))
         return super().validation_step(*args, **kwargs)
 
     @override
@@ -119,11 +118,6 @@ class EvenBatches(ParallelStrategy):
     def _trainer(self) -> pl.Trainer:
         assert self.lightning_module is not None
         return self.lightning_module.trainer
-
-    @property
-    def _validation_loop(self) -> Any:
-        is_alone = self._trainer.state.fn == TrainerFn.VALIDATING
-        return self._trainer.validate_loop if is_alone else self._trainer.fit_loop.epoch_loop.val_loop
 
 
 def note_batch(name: str, run: tuple[int, int], index: int, timeout_s: float, *, is_last: bool) -> None:
