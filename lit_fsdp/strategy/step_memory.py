@@ -151,11 +151,7 @@ def _restore_buffer(part: nn.Module, name: str, buffer: Tensor | None, copy: Ten
 
 
 def _restore_metric(metric: Metric, count: int, state: dict[str, Any] | None) -> None:
-    if state is None:
-        metric.reset()
-        return
-    for name, value in state.items():
-        setattr(metric, name, value)
+    _restore_logged(metric, state)
     metric._update_count, metric._computed = count, None  # private, seen in torchmetrics 1.9
 
 
