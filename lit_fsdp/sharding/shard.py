@@ -392,9 +392,12 @@ def register_steps(root: nn.Module, names: Iterable[str]) -> None:
                 register_fsdp_forward_method(root, name)
 
 
-def find_roots(model: nn.Module) -> list[FSDPModule]:
-    """Return the outermost sharded modules: ``model`` itself, or some inside it, or none."""
-    roots: list[FSDPModule] = []
+def find_roots(model: nn.Module) -> list[Any]:
+    """Return the outermost sharded modules: ``model`` itself, or some inside it, or none.
+
+    Each is an ``FSDPModule`` and an ``nn.Module``, which no annotation can say.
+    """
+    roots: list[Any] = []
     inside: set[nn.Module] = set()
     for module in model.modules():
         if isinstance(module, FSDPModule) and module not in inside:

@@ -149,14 +149,12 @@ def leave_forward(root: nn.Module) -> None:
         state._modules_to_run_forward.clear()
 
 
-def end_step(root: nn.Module) -> None:
-    """Bring a root and the units below it to where they are between steps, after an error; drop all gradients.
+def end_step(root: Any) -> None:
+    """Bring a sharded root and the units below it to where they are between steps, after an error; drop all gradients.
 
     What its collectives were to bring is lost. They have to come to an end on the device, which this waits for in its
     stream.
     """
-    if not isinstance(root, FSDPModule):
-        return
     if root._get_fsdp_state()._is_root is not None:  # else there was no forward yet
         root.reset_iter_state()
     for module in root.modules():
@@ -174,24 +172,21 @@ def end_step(root: nn.Module) -> None:
                 parameter.sharded_param.grad = None
 
 
-def settle_root(root: nn.Module) -> None:
+def settle_root(root: FSDPModule) -> None:
     """Let a sharded module be the root of the units inside it, once all have their memory.
 
     Left alone, FSDP2 takes what is called first, which in a hook may be a unit inside.
     """
-    if isinstance(root, FSDPModule):
-        root._get_fsdp_state()._lazy_init()
+    root._get_fsdp_state()._lazy_init()
 
 
-def gather_when_called(root: nn.Module) -> None:
-    """Let modules gather what is a root's own when they are called while that is sharded.
+def gather_when_called(root: Any) -> None:
+    """Let modules gather what is a sharded root's own when they are called while that is sharded.
 
     Such as a network that a hook draws samples from: its own units gather, and nothing else does. With gradients only
     inside of the root's forward, where a ``state_dict`` lets go of what is gathered: elsewhere its backward would not
     reduce them.
     """
-    if not isinstance(root, FSDPModule):
-        return
     state = root._get_fsdp_state()
     for group in state._fsdp_param_groups:
 
@@ -245,7 +240,7 @@ def list_edited(model: nn.Module) -> list[str]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found = []
     for _, parameter in iterate_sharded(model):
-        gathered = getattr(parameter, "_unsharded_param", None)
+        gathered = get_gathered(parameter)
         if gathered is None:  # not in this forward
             continue
         sources, shard = list_gathered(parameter), cast("DTensor", get_shard(parameter))

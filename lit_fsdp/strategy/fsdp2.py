@@ -523,7 +523,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
 
     def _watch_paths(self, module: nn.Module) -> None:
         assert self.device_mesh is not None
-        self._units = [unit for root in find_roots(module) for unit in list_units(root)]  # type: ignore[arg-type]
+        self._units = [unit for root in find_roots(module) for unit in list_units(root)]
         # On CPUs ranks have just waited for each other to reduce. The host of a GPU is ahead of it, and stays so.
         is_deferred = self.root_device.type != "cpu"
         self._rank_paths = watch_paths(module, self.device_mesh, timeout_s=self.timeout_s, is_deferred=is_deferred)
@@ -607,7 +607,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
                 "see docs/limits.md"
             )
         for root in find_roots(module):
-            gather_when_called(root)  # type: ignore[arg-type]
+            gather_when_called(root)
         plugin = self.precision_plugin
         _SHARDED[module] = _Sharded(
             settings=self.settings, precision=str(plugin.precision), dtypes=plugin.mixed_precision, plan=self.plan
@@ -639,7 +639,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         register_steps(module, STEPS)
         if module in _SHARDED:
             for root in find_roots(module):
-                settle_root(root)  # type: ignore[arg-type]
+                settle_root(root)
         configure_weights: Any = getattr(module, "configure_weights", None)
         if is_empty and configure_weights is not None:
             configure_weights()

@@ -22,11 +22,10 @@ def overlap_optimizer(module: pl.LightningModule, optimizers: Sequence[Optimizer
     What the optimizer or somebody's hooks rule out is said in one line: gradients are then received beside backward,
     and the optimizer steps as without.
     """
-    roots: list[Any] = find_roots(module)
     why = next(_list_obstacles(module, optimizers), None)
     if why is not None:
         rank_zero_warn(f"cpu_offload.overlap_optimizer: {why}; the optimizer steps between backward and forward")
-    return OverlappedSteps(roots, is_deferred=why is None)
+    return OverlappedSteps(find_roots(module), is_deferred=why is None)
 
 
 def _list_obstacles(module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> Iterator[str]:

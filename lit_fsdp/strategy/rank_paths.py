@@ -81,7 +81,7 @@ def watch_paths(module: nn.Module, mesh: DeviceMesh, *, timeout_s: float, is_def
     if get_fsdp_mesh(mesh).size() == 1:
         return None
     ranks = get_fsdp_mesh(mesh).mesh.tolist()
-    units = [unit for root in find_roots(module) for unit in list_units(root) if unit.ranks == ranks]  # type: ignore[arg-type]
+    units = [unit for root in find_roots(module) for unit in list_units(root) if unit.ranks == ranks]
     if min(gather_objects(len(units))) == 0:
         return None
     return RankPaths(module, units, mesh, timeout_s=timeout_s, is_deferred=is_deferred)

@@ -259,7 +259,7 @@ class RetriedSteps:
         if (steps := self._strategy.overlapped_steps) is not None:
             steps.drop_step()
         for root in find_roots(self._module):
-            end_step(root)  # type: ignore[arg-type]
+            end_step(root)
         self._drop_gradients()
         gc.collect()  # graphs with hooks are cycles
         if self._strategy.root_device.type == "cuda":
