@@ -132,8 +132,8 @@ class CollectiveLog:
         with self._lock:
             self._is_stopped = False
 
-    def catch_up(self, number: int, logs: list[bytes], device: torch.device) -> int:
-        """Issue what other ranks have issued in a stretch and this one has not; return how many collectives.
+    def catch_up(self, number: int, logs: list[bytes], device: torch.device) -> None:
+        """Issue what other ranks have issued in a stretch and this one has not.
 
         Args:
             number: Of the stretch, which has ended here.
@@ -151,8 +151,7 @@ class CollectiveLog:
                     f"collective {i + 1} of this step is {mine.describe()} here and {other.describe()} elsewhere"
                 )
         groups = list(dist.distributed_c10d._world.pg_map)  # private, seen in torch 2.13: in the order they were made
-        missing = longest[len(own) :]
-        for issued in missing:
+        for issued in longest[len(own) :]:
             if issued.args is None:
                 raise RuntimeError(f"a step has issued {issued.describe()}, which is not the same on all ranks")
             if issued.group >= len(groups) or groups[issued.group].size() != issued.size:
@@ -163,7 +162,6 @@ class CollectiveLog:
                 work.wait()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return len(missing)
 
     def _watch(self, name: str, method: Any) -> Callable[..., Any]:
         @wraps(method)

@@ -29,8 +29,8 @@ _MIXING = tuple(
 _SETTING = "activation_checkpointing.mlp_chunks"
 
 
-def split_mlps(model: nn.Module, num_chunks: int, blocks: Sequence[str], options: Mapping[str, Any]) -> list[str]:
-    """Let the MLPs of recomputed blocks run over pieces of the sequence; return their names.
+def split_mlps(model: nn.Module, num_chunks: int, blocks: Sequence[str], options: Mapping[str, Any]) -> None:
+    """Let the MLPs of recomputed blocks run over pieces of the sequence.
 
     Only their ``forward`` is replaced, as that of the blocks.
 
@@ -54,7 +54,6 @@ def split_mlps(model: nn.Module, num_chunks: int, blocks: Sequence[str], options
     for name in found:
         mlp = model.get_submodule(name)
         mlp.forward = _InPieces(mlp.forward, name, num_chunks, options)
-    return found
 
 
 def _find_mlps(model: nn.Module, block: str, num_chunks: int) -> list[str]:
