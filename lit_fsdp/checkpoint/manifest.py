@@ -187,10 +187,10 @@ def _is_entry(found: Any) -> bool:
     return all(type(number) is int and number >= 0 for number in numbers)
 
 
-def check_verify(name: str, verify: Verify) -> None:
-    """Refuse what is no way to verify; ``name`` is that of the setting."""
+def check_verify(verify: Verify) -> None:
+    """Refuse what is no way to verify."""
     if verify not in get_args(Verify):
-        raise ValueError(f"{name}: got {verify!r}: expected one of {', '.join(get_args(Verify))}")
+        raise ValueError(f"verify: got {verify!r}: expected one of {', '.join(get_args(Verify))}")
 
 
 def check_sizes(folder: Location) -> dict[str, FileEntry]:

@@ -167,7 +167,7 @@ def _check_values(dtype: Dtype, max_shard_gb: float, verify: Verify, quantizatio
         quantization.check()
     if dtype not in get_args(Dtype):
         raise ValueError(f"dtype: got {dtype!r}: expected one of {', '.join(get_args(Dtype))}")
-    check_verify("verify", verify)
+    check_verify(verify)
     if not max_shard_gb > 0:
         raise ValueError(f"max_shard_gb: got {max_shard_gb}: expected above 0, such as 5")
 

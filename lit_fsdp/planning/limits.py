@@ -65,7 +65,7 @@ def find_limits(trials: Trials, size: Size, device_bytes: int, hardware: Hardwar
         def count_left(count: int, try_size: Callable[[int], Trial] = try_size) -> int:
             return device_bytes - try_size(count).needed_bytes
 
-        count = find_largest(count_left, 1, len(sizes))
+        count = find_largest(count_left, len(sizes))
         trial = try_size(count or 1)
         found.append(
             Limit(
@@ -79,14 +79,14 @@ def find_limits(trials: Trials, size: Size, device_bytes: int, hardware: Hardwar
     return found
 
 
-def find_largest(count_left: Callable[[int], int], low: int, high: int) -> int | None:
-    """Return the largest whole number for which something is left, or one at most 1 % below it.
+def find_largest(count_left: Callable[[int], int], high: int) -> int | None:
+    """Return the largest whole number from 1 for which something is left, or one at most 1 % below it.
 
     Args:
         count_left: What is left; it falls as the number rises. Expensive, and often nearly a straight line.
-        low: The smallest number; ``None`` is returned if nothing is left for it, nor for the largest.
-        high: The largest.
+        high: The largest; ``None`` is returned if nothing is left for it, nor for 1.
     """
+    low = 1
     left_low, left_high = count_left(low), count_left(high)
     if left_high >= 0:  # first: with no_sync, one micro-batch of a global batch holds less than several smaller ones
         return high

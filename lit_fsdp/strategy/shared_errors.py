@@ -28,18 +28,15 @@ Result = TypeVar("Result")
 _calls = count()  # of this process, the same on all ranks
 
 
-def try_on_all(
-    work: Callable[[], Result], root: nn.Module | None = None, patience_s: float | None = None
-) -> tuple[Result | None, str | None]:
+def try_on_all(work: Callable[[], Result], root: nn.Module | None = None) -> tuple[Result | None, str | None]:
     """Return what ``work`` gives and no problem, or nothing and the problem: the same one on all ranks.
 
-    All ranks must call it, at the same place. What the work has changed before it failed stays changed.
+    All ranks must call it, at the same place. What the work has changed before it failed stays changed. A rank that
+    failed waits a minute for the others; one that did not fail ten times as long.
 
     Args:
         work: May have collectives.
         root: The sharded module inside whose forward this is called, if it is.
-        patience_s: How long a rank that failed waits for the others; a minute if not given. One that did not fail waits
-            ten times as long.
 
     Raises:
         Exception: Of ``work``, where other ranks do not come, or where it is the connection between ranks.
@@ -54,7 +51,7 @@ def try_on_all(
         if is_debugging():
             raise
         error = raised  # of whatever kind: the run can do without it
-    problem = _share(error, _PATIENCE_S if patience_s is None else patience_s)
+    problem = _share(error)
     if problem is None:
         return found, None
     if root is not None:
@@ -62,11 +59,11 @@ def try_on_all(
     return None, problem
 
 
-def _share(error: Exception | None, patience_s: float) -> str | None:
+def _share(error: Exception | None) -> str | None:
     own = "" if error is None else f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return own or None
-    patience_s *= _HEALTHY if error is None else 1
+    patience_s = _PATIENCE_S * (_HEALTHY if error is None else 1)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if error is not None and torch.cuda.is_initialized():
         # NCCL's collectives wait on the GPU, not on the host: what has begun must end before this rank says so.

@@ -42,11 +42,10 @@ class CalibrationError(Metric):
 
     full_state_update = False
 
-    def __init__(self, num_bins: int = _NUM_BINS) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.num_bins = num_bins
         for name in ("confidence", "correct", "count"):
-            self.add_state(name, torch.zeros(num_bins, dtype=torch.float64), dist_reduce_fx="sum")
+            self.add_state(name, torch.zeros(_NUM_BINS, dtype=torch.float64), dist_reduce_fx="sum")
         self.confidence: Tensor
         self.correct: Tensor
         self.count: Tensor
@@ -56,7 +55,7 @@ class CalibrationError(Metric):
         """Add images, from ``logits`` [batch, classes] and ``labels`` [batch]."""
         is_valid = labels != IGNORED
         confidence, predicted = logits[is_valid].softmax(1).double().max(1)
-        bins = (confidence * self.num_bins).long().clamp(max=self.num_bins - 1)
+        bins = (confidence * _NUM_BINS).long().clamp(max=_NUM_BINS - 1)
         self.confidence.index_add_(0, bins, confidence)
         self.correct.index_add_(0, bins, (predicted == labels[is_valid]).double())
         self.count.index_add_(0, bins, torch.ones_like(confidence))

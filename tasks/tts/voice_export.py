@@ -91,7 +91,7 @@ def export_voice(
     out = locate_out(out)
     source_path = resolve_checkpoint(checkpoint)
     check_out(out, source_path, overwrite=overwrite)
-    check_verify("verify", verify)
+    check_verify(verify)
     source = read_checkpoint(source_path, base, verify)
     raw, weights = deepcopy(source.config.raw), dict(source.weights)
     raw.pop("transformers_weights", None)  # a name that the file of the base had

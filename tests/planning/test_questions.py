@@ -68,7 +68,7 @@ def test_the_largest_that_fits_is_found_to_a_percent_in_few_tries(count_left: Ca
         tried.append(n)
         return count_left(n)
 
-    found = find_largest(count, 1, 20_000)
+    found = find_largest(count, 20_000)
     truth = max((n for n in range(1, 20_001) if count_left(n) >= 0), default=None)
     assert len(tried) <= 16
     if found is None or truth is None:
