@@ -112,9 +112,7 @@ class RunReport(StepCallback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._keep_late(trainer)
 
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._keep_late(trainer)
+    on_train_end = on_train_epoch_start
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -200,15 +200,6 @@ class TextTask(PretrainedTask):
 
     @override
     def on_fit_start(self) -> None:
-        self._check_packing()
-
-    @override
-    def on_validation_start(self) -> None:
-        self._check_packing()
-
-    on_test_start = on_validation_start
-
-    def _check_packing(self) -> None:
         if self._is_packing_checked or not self._is_packed:
             return
         assert self.model is not None
@@ -218,6 +209,8 @@ class TextTask(PretrainedTask):
         with evaluation_mode(self):
             call_in_forward(self, partial(check_packing, self, vocab_size, self.device, name))
         self._is_packing_checked = True  # not before: a second run of what was refused is refused, too
+
+    on_validation_start = on_test_start = on_fit_start
 
     # Checkpoints
 
