@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from transformers import masking_utils
 
-from lit_fsdp.profiling.replaced_calls import ReplacedMethod
+from lit_fsdp.sharding.replaced_method import ReplacedMethod
 
 
 def needs_mask(batch: Mapping[str, Any]) -> bool:

@@ -31,7 +31,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from lit_fsdp.profiling.clock import Clock, Mark
 from lit_fsdp.profiling.collectives import TRAFFIC, Collective, Traffic, count_full_bytes, count_wire_bytes
-from lit_fsdp.profiling.replaced_calls import ReplacedMethod, make_stand_in, watch_layers
+from lit_fsdp.profiling.replaced_calls import make_stand_in, watch_layers
+from lit_fsdp.sharding.replaced_method import ReplacedMethod
 from lit_fsdp.sharding.sequence import watch_exchanges
 from lit_fsdp.sharding.tensor_parallel import get_split_shape
 

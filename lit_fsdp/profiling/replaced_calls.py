@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 # Private, seen in torch 2.13 to 2.15: all that DTensor sends.
@@ -12,34 +11,12 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from lit_fsdp.profiling.collectives import Collective
+from lit_fsdp.sharding.replaced_method import ReplacedMethod
 
 # Through which DTensor sends, and its groups have names. What layers reduce in other ways is not seen.
 _OF_LAYERS: tuple[tuple[str, Collective], ...] = (
     *(("all_reduce", "all_reduce"), ("all_gather_single", "all_gather"), ("reduce_scatter_single", "reduce_scatter")),
 )
-
-
-class ReplacedMethod:
-    """A method of one object in place of which another runs, which is given the one it had.
-
-    Args:
-        owner: The object; others of its class keep theirs.
-        name: Of the method.
-        run: Called with the method that was there, and then the arguments.
-    """
-
-    def __init__(self, owner: Any, name: str, run: Callable[..., Any]) -> None:
-        self._owner, self._name = owner, name
-        self._before = owner.__dict__.get(name)  # what the object itself had, not its class
-        self._mine = partial(run, getattr(owner, name))
-        setattr(owner, name, self._mine)
-
-    def remove(self) -> None:
-        """Give the method back, unless somebody else has replaced it since."""
-        if self._owner.__dict__.get(self._name) is self._mine:
-            delattr(self._owner, self._name)
-            if self._before is not None:
-                setattr(self._owner, self._name, self._before)
 
 
 def make_stand_in(comm: Any, run: Callable[..., Any], note: Callable[[], None] | None = None) -> Any:

@@ -23,6 +23,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
+from lit_fsdp.sharding.replaced_method import ReplacedMethod
+
 # The memory-efficient kernel of GPUs, the only one for float32, takes grouped heads; drop it when we need 2.14.
 SHARES_HEADS_IN_FLOAT32: bool = torch.__version__ >= "2.14"
 # FSDP2 lets go of a unit's last gradient only once all are reduced: a name in a loop. Drop it when we need 2.15.
@@ -262,21 +264,18 @@ def call_after_backward(root: nn.Module, function: Callable[[], None]) -> Callab
 
     Returns what undoes it, newest first where there are several.
     """
-    changed = []
-    for state in dict.fromkeys(m._get_fsdp_state() for m in root.modules() if isinstance(m, FSDPModule)):
-        # Whichever unit comes first in a backward queues its own, once for all units of a root.
-        end: Any = state._root_post_backward_final_callback
 
-        def end_and_call(end: Callable[[], None] = end) -> None:
-            end()
-            function()
+    def end_and_call(end: Callable[[], None]) -> None:
+        end()
+        function()
 
-        state._root_post_backward_final_callback = end_and_call  # type: ignore[method-assign]
-        changed.append((state, end))
+    # Whichever unit comes first in a backward queues its own, once for all units of a root.
+    states = dict.fromkeys(m._get_fsdp_state() for m in root.modules() if isinstance(m, FSDPModule))
+    replaced = [ReplacedMethod(state, "_root_post_backward_final_callback", end_and_call) for state in states]
 
     def undo() -> None:
-        for state, end in changed:
-            state._root_post_backward_final_callback = end  # type: ignore[method-assign]
+        for method in replaced:
+            method.remove()
 
     return undo
 
@@ -297,7 +296,7 @@ class UnitInternals:
 
     def __init__(self, group: Any) -> None:
         self._group = group
-        self._changed: list[tuple[str, Any]] = []
+        self._replaced: list[ReplacedMethod] = []
 
     @property
     def module(self) -> nn.Module:
@@ -341,36 +340,34 @@ class UnitInternals:
 
     def call_before_gather(self, function: Callable[[], None]) -> None:
         """Call a function before each gather, or copy from the host; not where the unit is gathered already."""
-        gather = self._group.unshard
 
-        def wait_and_gather(async_op: bool = False) -> None:
+        def wait_and_gather(gather: Any, async_op: bool = False) -> None:
             if not self._group.is_unsharded:
                 function()
             gather(async_op)
 
-        self._replace("unshard", wait_and_gather)
+        self._replaced.append(ReplacedMethod(self._group, "unshard", wait_and_gather))
 
     def call_after_gather(self, function: Callable[[], None]) -> None:
         """Call a function whenever a gather has begun, or a copy from the host."""
-        group, gather = self._group, self._group.unshard
+        group = self._group
 
-        def gather_and_call(async_op: bool = False) -> None:
+        def gather_and_call(gather: Any, async_op: bool = False) -> None:
             was_begun = group._all_gather_result is not None
             gather(async_op)
             if not was_begun and group._all_gather_result is not None:
                 function()
 
-        self._replace("unshard", gather_and_call)
+        self._replaced.append(ReplacedMethod(self._group, "unshard", gather_and_call))
 
     def call_before_forward(self, function: Callable[[], None]) -> None:
         """Call a function for each forward that the unit will reduce gradients of; not where one is computed again."""
-        register = self._group._register_post_backward_hook
 
-        def note_and_register(args: Any, kwargs: Any) -> Any:
+        def note_and_register(register: Any, args: Any, kwargs: Any) -> Any:
             function()
             return register(args, kwargs)
 
-        self._replace("_register_post_backward_hook", note_and_register)
+        self._replaced.append(ReplacedMethod(self._group, "_register_post_backward_hook", note_and_register))
 
     def list_reduced(self) -> tuple[bool, ...]:
         """Return for each parameter whether the end of the unit's backward will reduce a gradient of it."""
@@ -392,8 +389,7 @@ class UnitInternals:
 
     def call_around_reduction(self, function: Callable[[Callable[[], None]], None]) -> None:
         """Let a function run the end of the unit's backward, which hands gradients to its shards."""
-        end = self._group.post_backward
-        self._replace("post_backward", lambda *_: function(end))
+        self._replaced.append(ReplacedMethod(self._group, "post_backward", lambda end, *_: function(end)))
 
     def copy_beside_compute(self) -> None:
         """Let the shards of a unit come from the host in a stream of their own, as FSDP2 does with several shards.
@@ -401,11 +397,10 @@ class UnitInternals:
         They come while the unit before computes, so they take device memory beside it, in the dtype they are stored in.
         """
         group = self._group
-        gather, wait = group.unshard, group.wait_for_unshard
         copies: list[Tensor] = []
         arrived: list[Any] = []
 
-        def begin(async_op: bool = False) -> None:
+        def begin(gather: Any, async_op: bool = False) -> None:
             was_begun = group._all_gather_result is not None
             gather(async_op)
             # Before the first forward FSDP2 has no streams.
@@ -421,7 +416,7 @@ class UnitInternals:
                 copies[:] = [shard.to(group.device, non_blocking=True) for shard in shards]
                 arrived[:] = [stream.record_event()]
 
-        def end() -> None:
+        def end(wait: Any) -> None:
             if group._all_gather_result is None or not copies:
                 wait()
                 return
@@ -437,20 +432,13 @@ class UnitInternals:
                     parameter._sharded_param_data = shard
                 copies.clear()
 
-        self._replace("unshard", begin)
-        self._replace("wait_for_unshard", end)
-
-    def _replace(self, name: str, function: Callable[..., Any]) -> None:
-        self._changed.append((name, self._group.__dict__.get(name)))  # what the group itself had, not its class
-        setattr(self._group, name, function)
+        self._replaced.append(ReplacedMethod(self._group, "unshard", begin))
+        self._replaced.append(ReplacedMethod(self._group, "wait_for_unshard", end))
 
     def undo(self) -> None:
         """Take out everything that was put in. What others have put in since must be out already."""
-        while self._changed:
-            name, before = self._changed.pop()
-            delattr(self._group, name)
-            if before is not None:
-                setattr(self._group, name, before)
+        while self._replaced:
+            self._replaced.pop().remove()
 
 
 def list_units(root: nn.Module) -> list[UnitInternals]:

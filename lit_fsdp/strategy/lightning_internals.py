@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from lit_fsdp.checkpoint.remote import Location, locate
 from lit_fsdp.errors import describe_unknown_metric
+from lit_fsdp.sharding.replaced_method import ReplacedMethod
 from lit_fsdp.strategy.roll_call import get_store, wait_until
 
 _GIVEN_UP = "given up"  # by a rank that has failed alone: what fails later does so because of it
@@ -101,15 +102,13 @@ def replace_closures(trainer: pl.Trainer, make: Callable[[Closure, Any, Optimize
     ``make`` is given each closure, the arguments of ``training_step`` by name, and the optimizer. Closures that run no
     backward stay.
     """
-    loop = trainer.fit_loop.epoch_loop.automatic_optimization
-    original = loop._make_closure
 
-    def make_closure(kwargs: Any, optimizer: Optimizer, batch_idx: int) -> Closure:
-        closure = original(kwargs, optimizer, batch_idx)
+    def make_closure(original: Any, kwargs: Any, optimizer: Optimizer, batch_idx: int) -> Closure:
+        closure: Closure = original(kwargs, optimizer, batch_idx)
         return closure if closure._backward_fn is None else make(closure, kwargs, optimizer)
 
-    loop._make_closure = make_closure  # type: ignore[method-assign]
-    return lambda: loop.__dict__.pop("_make_closure", None)
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    return ReplacedMethod(loop, "_make_closure", make_closure).remove
 
 
 def run_training_step(trainer: pl.Trainer, kwargs: Any) -> ClosureResult:
@@ -359,12 +358,12 @@ def leave_signals_alone(trainer: pl.Trainer) -> Callable[[], None]:
     signal saves there, and every micro-batch begins with a broadcast whose result is waited for.
     """
     connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
-    connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
-    loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+    handlers = ReplacedMethod(connector, "register_signal_handlers", lambda _: None)
+    broadcast = ReplacedMethod(loop, "_broadcast_sigterm_tensor", lambda _: None)
 
     def undo() -> None:
-        connector.__dict__.pop("register_signal_handlers", None)
-        loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+        handlers.remove()
+        broadcast.remove()
 
     return undo
 
@@ -374,12 +373,9 @@ def watch_fetches(trainer: pl.Trainer, before: Callable[[], None]) -> Callable[[
 
     No hook is called there. To be called before the first epoch, as each takes over the function when it begins.
     """
-    loop = trainer.fit_loop.epoch_loop
-    fetch = loop._on_before_fetch
 
-    def watched() -> None:
+    def watched(fetch: Callable[[], None]) -> None:
         before()
         fetch()
 
-    loop._on_before_fetch = watched  # type: ignore[method-assign]
-    return lambda: loop.__dict__.pop("_on_before_fetch", None)
+    return ReplacedMethod(trainer.fit_loop.epoch_loop, "_on_before_fetch", watched).remove
