@@ -97,7 +97,7 @@ from lit_fsdp.strategy.notebook_launcher import NotebookLauncher, check_weights,
 from lit_fsdp.strategy.overlapped_optimizer import overlap_optimizer
 from lit_fsdp.strategy.precision_plugin import FSDP2Precision, translate_precision
 from lit_fsdp.strategy.process_group import MAX_TIMEOUT_S, init_process_group
-from lit_fsdp.strategy.processes import describe_idle_cores
+from lit_fsdp.strategy.processes import count_started, describe_idle_cores
 from lit_fsdp.strategy.random_streams import RandomStreams
 from lit_fsdp.strategy.rank_facts import check_shared_rows, list_device_facts, list_device_notes, list_row_facts
 from lit_fsdp.strategy.rank_paths import RankPaths, watch_paths
@@ -330,6 +330,8 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        if self.cluster_environment.creates_processes_externally and self.parallel_devices:
+            self.parallel_devices = self.parallel_devices[: count_started(len(self.parallel_devices), os.environ)]
         if not self.cluster_environment.creates_processes_externally:
             is_forked = is_notebook() and self.num_processes * self.num_nodes > 1
             forks = NotebookLauncher(self, num_nodes=self.num_nodes) if is_forked else None

@@ -52,6 +52,23 @@ def choose_processes(
     return devices, num_nodes
 
 
+def count_started(num_devices: int, environ: Mapping[str, str]) -> int:
+    """Return how many ranks this node has where the Trainer of a script counted its devices.
+
+    torchrun may have started fewer than there are GPUs.
+
+    Raises:
+        ValueError: It has started more.
+    """
+    started = int(environ["LOCAL_WORLD_SIZE"]) if is_torchrun(environ) else num_devices
+    if started > num_devices:
+        raise ValueError(
+            f"devices: got {num_devices}: torchrun started {started} processes on this node: give the Trainer "
+            f"devices={started}, or use --nproc-per-node={num_devices}"
+        )
+    return started
+
+
 def describe_shared_cores(num_processes: int) -> str | None:
     """Say that processes without GPUs have to share cores; ``None`` where each has its own."""
     num_cores = _count_cores()

@@ -8,7 +8,7 @@ import pytest
 from launches import OURS, Ended, find_free_port, fork_ranks, run_processes, torchrun, write_run
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
-from lit_fsdp import FSDP2Strategy
+from lit_fsdp import FSDP2Strategy, Mesh
 from lit_fsdp.strategy.launcher import check_nodes_by_hand
 
 RUN = ("-m", "lit_fsdp", "fit", "--config=run.yaml")
@@ -88,6 +88,18 @@ def test_under_slurm_the_trainer_starts_no_processes(monkeypatch: pytest.MonkeyP
     assert isinstance(strategy.cluster_environment, SLURMEnvironment)
     assert strategy.launcher is None
     assert (trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank) == (4, 3, 1, 1)
+
+
+def test_ranks_of_a_node_are_those_that_torchrun_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those that the Trainer of a script counts: all GPUs, or one process on a CPU."""
+    variables = {"RANK": "3", "GROUP_RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}
+    for name, value in {**variables, "TORCHELASTIC_RUN_ID": "one"}.items():
+        monkeypatch.setenv(name, value)
+    strategy = FSDP2Strategy(mesh=Mesh(replicate=-1, shard="node"))
+    pl.Trainer(accelerator="cpu", devices=8, strategy=strategy, logger=False, enable_checkpointing=False)
+    assert (strategy.num_processes, strategy.mesh_sizes.replicate, strategy.mesh_sizes.shard) == (2, 2, 2)
+    with pytest.raises(ValueError, match=r"devices: got 1: torchrun started 2 processes on this node: .* devices=2,"):
+        pl.Trainer(accelerator="cpu", strategy=FSDP2Strategy(), logger=False, enable_checkpointing=False)
 
 
 def test_without_a_launcher_the_trainer_starts_its_own_processes(monkeypatch: pytest.MonkeyPatch) -> None:
