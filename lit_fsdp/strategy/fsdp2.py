@@ -93,7 +93,7 @@ from lit_fsdp.strategy.lightning_internals import (
     save_whole_steps,
     watch_monitors,
 )
-from lit_fsdp.strategy.notebook_launcher import NotebookLauncher, check_weights, is_notebook
+from lit_fsdp.strategy.notebook_launcher import NotebookLauncher, check_weights, is_notebook, refuse_lost_weights
 from lit_fsdp.strategy.overlapped_optimizer import overlap_optimizer
 from lit_fsdp.strategy.precision_plugin import FSDP2Precision, translate_precision
 from lit_fsdp.strategy.process_group import MAX_TIMEOUT_S, init_process_group
@@ -869,6 +869,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        refuse_lost_weights(self._module)
         self.finish_steps()
         sync_buffers(self._module)
         return self._writer.get_model_state(self._module)

@@ -120,3 +120,16 @@ def check_weights(trainer: Trainer) -> None:
         )
     _TRAINED.discard(trainer.lightning_module)  # in this process, it is about to be
     rank_zero_warn("fit starts from the beginning: the trained weights ended with their ranks; ckpt_path goes on")
+
+
+def refuse_lost_weights(module: LightningModule) -> None:
+    """Refuse to save, from the kernel of a notebook, a module whose trained weights have ended with its ranks.
+
+    Raises:
+        ValueError: With what saves them.
+    """
+    if module in _TRAINED:
+        raise ValueError(
+            "save_checkpoint: the trained weights ended with the ranks that had them: take a checkpoint that "
+            "ModelCheckpoint saved while they trained"
+        )
