@@ -225,6 +225,12 @@ def check_trainer(trainer: pl.Trainer) -> None:
     list_checkpoint_folders(trainer)
     if trainer.limit_train_batches == 0:
         raise ValueError("limit_train_batches: got 0: nothing would be trained; expected 1 or more, or leave it out")
+    # Private, seen in lightning 2.6.6.
+    if trainer.world_size > 1 and any(getattr(logger, "_log_graph", False) for logger in trainer.loggers):
+        raise ValueError(
+            "log_graph: got true: TensorBoardLogger runs the model on rank 0 alone, while its shards are on all ranks; "
+            "leave it out, or log the graph in a run on one rank"
+        )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
             name = type(callback).__name__

@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from torch.distributed.device_mesh import init_device_mesh
@@ -461,3 +462,15 @@ def test_settings_of_the_trainer_that_would_harm_are_refused(
             trainer.fit(build_task(save_model(tmp_path / "model", **EVEN)), Rows(EVEN["vocab_size"], 4))
 
     run_ranks(body, world_size=1)
+
+
+@pytest.mark.full
+def test_the_graph_of_a_model_is_not_traced_on_one_rank_of_several(tmp_path: Path) -> None:
+    def body() -> None:
+        trainer = build_trainer(FSDP2Strategy(print_plan=False), logger=TensorBoardLogger(tmp_path, log_graph=True))
+        module = BoringModel()
+        module.example_input_array = torch.ones(2, 32)
+        with pytest.raises(ValueError, match=r"log_graph: got true: .* in a run on one rank"):
+            trainer.fit(module)
+
+    run_ranks(body, world_size=2)
