@@ -19,6 +19,7 @@ from typing import IO, Any, Literal
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CLOSED = (errno.EROFS,)
 _EITHER = (errno.EACCES, errno.EPERM, errno.EIO)
+_PART = re.compile(r"\.[0-9a-f]{8}\.part$")
 _NATIVE = re.compile(r"\(os error (\d+)\)")  # of libraries written in Rust, which raise errors of their own
 
 
@@ -106,6 +107,13 @@ def write_whole(path: Path, text: str) -> None:
     """Write a file with ``open_whole``."""
     with open_whole(path) as file:
         file.write(text)
+
+
+def remove_parts(folder: Path) -> None:
+    """Remove what killed processes have left of ``open_whole`` in a folder that only this process writes."""
+    for path in folder.glob("*.part"):
+        if _PART.search(path.name):
+            path.unlink(missing_ok=True)
 
 
 def sync_path(path: Path) -> None:

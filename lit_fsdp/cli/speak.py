@@ -6,15 +6,16 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lit_fsdp.export.out_folder import lock_out
-from lit_fsdp.files import refuse_unwritable, write_whole
+from lit_fsdp.files import refuse_unwritable, remove_parts, write_whole
 from lit_fsdp.parsing.parser import run_function
 from lit_fsdp.tasks.row_files import read_jsonl
 from lit_fsdp.tasks.tts.codec.formants import SPOKEN
@@ -147,15 +148,19 @@ def speak_texts(
         opened.encode(row.text, row.speaker, row.language, reference=reference, instruct=row.instruct) for row in rows
     ]
     _warn_of_instructions(opened, rows)
-    written, lines = [], []
+    written, listed = [], ""
     streaming = opened.is_streaming if streaming is None else streaming
     settings = {"model": model, "sampling": asdict(opened.sampling)}
     with lock_out(out, out / _LOCK), refuse_unwritable("out", out):
         for begin in range(0, len(rows), batch_size):
             speak = _speak_aloud if to_stdout else _speak_batch
             spoken = speak(opened, decoder, utterances[begin : begin + batch_size], is_streaming=streaming)
+            if not begin:
+                _remove_spoken(out, kept=ref_audio)
+            listed += _describe_spoken(begin, rows, [speech for speech, _ in spoken], settings)
+            write_whole(out / _LIST, listed)  # first: a command that is killed leaves no audio that nothing lists
             for i, (speech, audio) in enumerate(spoken, start=begin):
-                path, seconds = out / f"{i:05}.wav", len(audio) / decoder.sample_rate
+                path, seconds = out / _name_audio(i), len(audio) / decoder.sample_rate
                 Clip(audio=audio, sample_rate=decoder.sample_rate).write(path)
                 file = SpokenFile(
                     path=path,
@@ -165,19 +170,33 @@ def speak_texts(
                     is_on_stdout=to_stdout,
                 )
                 written.append(file)
-                about = asdict(rows[i])
-                line = {"audio": path.name, **about, "has_ended": speech.has_ended, "num_frames": len(speech.codes)}
-                lines.append(json.dumps({**line, **settings}, ensure_ascii=False) + "\n")
-        _remove_spoken(out, {path.name for path in (ref_audio, *(file.path for file in written)) if path})
-        write_whole(out / _LIST, "".join(lines))
     return written
 
 
-def _remove_spoken(out: Path, kept: set[str]) -> None:
-    """Remove the audio files that an earlier list in a folder names, but for those of some names."""
+def _name_audio(number: int) -> str:
+    return f"{number:05}.wav"
+
+
+def _describe_spoken(
+    begin: int, rows: Sequence[PromptRow], speeches: Sequence[Speech], settings: Mapping[str, Any]
+) -> str:
+    """Return the lines about some speeches, the first of row ``begin``."""
+    lines = []
+    for i, speech in enumerate(speeches, start=begin):
+        about = {"audio": _name_audio(i), **asdict(rows[i]), "has_ended": speech.has_ended}
+        line = {**about, "num_frames": len(speech.codes), **settings}
+        lines.append(json.dumps(line, ensure_ascii=False) + "\n")
+    return "".join(lines)
+
+
+def _remove_spoken(out: Path, kept: Path | None) -> None:
+    """Remove the audio files that an earlier list in a folder names, but for one of some name."""
+    remove_parts(out)
     for row in read_jsonl(out / _LIST) if (out / _LIST).is_file() else ():
         name = row.fields.get("audio")
-        if isinstance(name, str) and _AUDIO.fullmatch(name) and name not in kept and (out / name).is_file():
+        if not isinstance(name, str) or not _AUDIO.fullmatch(name) or (kept is not None and name == kept.name):
+            continue
+        if (out / name).is_file():
             (out / name).unlink()
 
 

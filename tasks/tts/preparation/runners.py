@@ -25,7 +25,7 @@ from lit_fsdp.cache import hash_file, read_state
 from lit_fsdp.checkpoint.manifest import describe_files
 from lit_fsdp.errors import join_names
 from lit_fsdp.export.out_folder import lock_out
-from lit_fsdp.files import refuse_unwritable, write_whole
+from lit_fsdp.files import refuse_unwritable, remove_parts, write_whole
 from lit_fsdp.tasks.tts.preparation.cleaning import DUPLICATE, mark_duplicates
 from lit_fsdp.tasks.tts.preparation.manifest import ManifestRow, read_manifest
 from lit_fsdp.tasks.tts.preparation.prepared import PLAN, SUMMARY, ShardFormat, write_shard
@@ -97,6 +97,7 @@ def prepare_shards(
     with lock_out(out, out / _LOCK), refuse_unwritable("out", out):
         preparer.check_languages(rows)  # before the folder is one of these rows
         _check_plan(out, rows, preparer, rows_per_shard=rows_per_shard, shard_format=shard_format)
+        remove_parts(out)
         if preparer.cleaning.drop_duplicates:
             rows = mark_duplicates(rows)
             shards = [rows[i : i + rows_per_shard] for i in range(0, len(rows), rows_per_shard)]

@@ -29,6 +29,7 @@ from lit_fsdp.tasks import TextToSpeech
 from lit_fsdp.tasks.tts import voice_export
 from lit_fsdp.tasks.tts.checkpoint import build_model, read_checkpoint
 from lit_fsdp.tasks.tts.codec.formants import build_small_codec
+from lit_fsdp.tasks.tts.evaluation.generated import Clip
 from lit_fsdp.tasks.tts.families.model_types import load_speech_model
 from lit_fsdp.tasks.tts.generation import GREEDY, Sampling
 from lit_fsdp.tasks.tts.preparation.prepared import write_shard
@@ -263,6 +264,35 @@ def test_files_that_an_earlier_list_names_are_removed_and_no_others(run: Path, t
     wanted = {"00000.wav", "spoken.jsonl", "00002.flac", "00003.wav", "mine.wav"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == wanted
     assert (tmp_path / "00002.wav").is_file()
+
+
+@pytest.mark.full
+def test_a_command_that_is_killed_leaves_no_audio_under_another_text_or_under_none(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, write = tmp_path / "out", Clip.write
+    speak_texts(str(run), out, texts=_write_texts(tmp_path, "old", 4), codec="formants", sampling=SHORT)
+    written = []
+
+    def write_until_killed(clip: Clip, path: Path) -> None:
+        if len(written) == 3:
+            raise KeyboardInterrupt  # nothing of the command would run after a real kill either
+        written.append(path.name)
+        write(clip, path)
+
+    monkeypatch.setattr(Clip, "write", write_until_killed)
+    texts = _write_texts(tmp_path, "new", 6)
+    with pytest.raises(KeyboardInterrupt):
+        speak_texts(str(run), out, texts=texts, codec="formants", sampling=SHORT, batch_size=2)
+    listed = [json.loads(line) for line in (out / "spoken.jsonl").read_text().splitlines()]
+    assert [(line["audio"], line["text"]) for line in listed] == [(f"{i:05}.wav", f"new {i}") for i in range(4)]
+    assert sorted(path.name for path in out.glob("*.wav")) == written
+
+
+def _write_texts(folder: Path, word: str, count: int) -> Path:
+    path = folder / "texts.txt"
+    path.write_text("".join(f"{word} {i}\n" for i in range(count)))
+    return path
 
 
 def test_audio_comes_out_before_the_last_code_is_written(run: Path, tmp_path: Path) -> None:

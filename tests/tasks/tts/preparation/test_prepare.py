@@ -265,7 +265,7 @@ def test_an_interrupted_run_goes_on_where_it_was(clips: Path, tmp_path: Path, mo
 
     def stop_at_the_second(preparer: Preparer, rows: Any, path: Path) -> int:
         if made:
-            (path.parent / f"{path.name}.part").write_bytes(b"half a shard")
+            (path.parent / f"{path.name}.0123abcd.part").write_bytes(b"half a shard")  # as open_whole calls it
             raise StopError
         made.append(path)
         return real(preparer, rows, path)
@@ -279,6 +279,7 @@ def test_an_interrupted_run_goes_on_where_it_was(clips: Path, tmp_path: Path, mo
     assert (done.num_rows, done.num_resumed) == (5, 1)
     assert made[0].stat().st_mtime_ns == before
     assert len(read_rows(tmp_path)) == 5
+    assert not list(tmp_path.glob("*.part"))
 
 
 @pytest.mark.parametrize(
