@@ -130,6 +130,24 @@ def choose_loggers(trainer: Mapping[str, Any], run_root: Path) -> Any:
     return [tensorboard, CSVLogger(folder, name=name, version=tensorboard.version)]
 
 
+def claim_folder(loggers: Sequence[CSVLogger | TensorBoardLogger]) -> None:
+    """Make the folder of these loggers, with the next number where another run has taken theirs meanwhile.
+
+    Lightning takes the first number without a folder, and makes that folder much later.
+    """
+    while True:
+        try:
+            Path(loggers[0].log_dir).mkdir(parents=True)
+        except FileExistsError:
+            number = int(loggers[0].version) + 1
+            for logger in loggers:
+                logger._version = number  # private, seen in lightning 2.6.6
+        except OSError:  # check_log_folders says why
+            return
+        else:
+            return
+
+
 def list_found(logger: CSVLogger | TensorBoardLogger) -> frozenset[Path]:
     """Return what a logger finds where it will write: its folder, those above it, and all that lies directly in it."""
     # Of a copy: a logger takes its number when it is first asked, and another may write before it.

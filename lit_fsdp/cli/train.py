@@ -41,7 +41,14 @@ from lit_fsdp.checkpoint.latest import (
 from lit_fsdp.checkpoint.manifest import MANIFEST
 from lit_fsdp.checkpoint.reader import check_checkpoint, read_plain
 from lit_fsdp.checkpoint.remote import Location, is_remote, locate, locate_local
-from lit_fsdp.cli.defaults import Verbosity, choose_callbacks, choose_loggers, list_found, remove_unused_run
+from lit_fsdp.cli.defaults import (
+    Verbosity,
+    choose_callbacks,
+    choose_loggers,
+    claim_folder,
+    list_found,
+    remove_unused_run,
+)
 from lit_fsdp.cli.facts import choose_facts, describe_start, list_sources, list_versions
 from lit_fsdp.cli.messages import describe_exception, is_refusal, report_error
 from lit_fsdp.cli.ray_options import add_ray_arguments, is_ray_asked, refuse_ray_keys
@@ -583,6 +590,8 @@ class TrainerCLI(LightningCLI):
         loggers = self.trainer.loggers if self.trainer.is_global_zero else ()
         found = {one: list_found(one) for one in loggers if isinstance(one, CSVLogger | TensorBoardLogger)}
         try:
+            if found and self.settings["trainer"]["logger"] in (None, True):  # those of choose_loggers
+                claim_folder(list(found))
             self.run_and_explain(subcommand)
         except BaseException:
             self._remove_unused_folders(found)

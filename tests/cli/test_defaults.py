@@ -2,6 +2,8 @@
 
 import csv
 import math
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from input_rows import FIT, TRAINER, Row, check_row, compare_contents, list_contents, run_rows
-from launches import Ended, fork_ranks, write_run
+from launches import Ended, Start, fork_commands, fork_ranks, write_run
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -30,7 +32,17 @@ from lit_fsdp.callbacks import (
     ThroughputLogger,
     WritePredictions,
 )
-from lit_fsdp.cli.defaults import LastStep, LogInterval, Verbosity, choose_callbacks, list_found, remove_unused_run
+from lit_fsdp.cli.defaults import (
+    LastStep,
+    LogInterval,
+    Verbosity,
+    choose_callbacks,
+    choose_loggers,
+    claim_folder,
+    list_found,
+    remove_unused_run,
+)
+from lit_fsdp.tasks import TextData
 
 MEASURING = [StabilityMonitor, MemoryLogger, CommunicationLogger, ThroughputLogger, OOMReport]
 MONITORS = [ClassReport, *MEASURING, SpokenReport, RunReport]
@@ -239,6 +251,40 @@ def test_of_a_run_that_never_began_only_goes_what_its_own_loggers_wrote(
     before = list_contents(tmp_path)
     remove_unused_run(folder, found)
     assert list_contents(tmp_path) == before
+
+
+def test_runs_of_one_name_that_start_at_once_have_folders_of_their_own(tmp_path: Path) -> None:
+    settings, root = {"logger": None, "fast_dev_run": False}, tmp_path / "runs" / "run"
+    started = [choose_loggers(settings, root) for _ in range(3)]  # before one of them has made its folder
+    found = [list_found(loggers[0]) for loggers in started]
+    for loggers in started:
+        claim_folder(loggers)
+    folders = [[Path(logger.log_dir) for logger in loggers] for loggers in started]
+    assert folders == [[root / f"version_{i}"] * 2 for i in range(3)]
+    for (folder, _), before in zip(folders, found, strict=True):  # refused, all of them
+        remove_unused_run(folder, before)
+    assert list(tmp_path.iterdir()) == []
+
+
+class MeetingData(TextData):
+    """Waits until another run has come as far: to the last moment before loggers make their folder."""
+
+    def check_stage(self, stage: Any) -> None:
+        super().check_stage(stage)
+        Path(f"{os.getpid()}.here").touch()
+        while len([*Path.cwd().glob("*.here")]) < 2:
+            time.sleep(0.01)
+
+
+@pytest.mark.full
+def test_two_runs_that_start_at_once_do_not_write_into_one_folder(tmp_path: Path) -> None:
+    write_run(tmp_path, trainer={"enable_checkpointing": False})
+    rates = [1e-3, 2e-3]
+    options = [f"--data.class_path={__name__}.MeetingData", "--model.optimizer.learning_rate"]
+    ended = fork_commands([Start(args=["fit", "--config=run.yaml", *options, str(r)], folder=tmp_path) for r in rates])
+    assert [one.code for one in ended] == [0, 0], ended[0].err
+    written = [yaml.safe_load(path.read_text()) for path in tmp_path.glob("runs/run/version_*/config.yaml")]
+    assert sorted(one["model"]["init_args"]["optimizer"]["learning_rate"] for one in written) == rates
 
 
 def test_a_refused_run_leaves_the_results_of_earlier_ones_where_its_own_logger_writes(tmp_path: Path) -> None:
