@@ -53,7 +53,8 @@ def add_adapters(model: nn.Module, lora: LoRA) -> None:
             "made of PretrainedTask; merge the adapters, and start from the merged model"
         )
     lora.check(is_quantized=next(iterate_quantized(model), None) is not None)
-    if lora.init_lora_weights not in KEEPS_BASE and any(not parameter.is_meta for parameter in model.parameters()):
+    linear: Any = _list_linear(model, lora).values() if lora.init_lora_weights not in KEEPS_BASE else ()
+    if any(not module.weight.is_meta for module in linear):
         raise ValueError(
             f"lora.init_lora_weights: got {lora.init_lora_weights!r}: it is made of weights while they are loaded, and "
             'the model has its already; build it under torch.device("meta")'

@@ -136,13 +136,14 @@ def quantize_model(model: nn.Module, settings: Quantization, *, keep: Sequence[s
     settings.check()
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError("quantization: the model is sharded already; quantize it before")
-    if any(not parameter.is_meta for parameter in model.parameters()):
+    candidates = list_quantizable(model)
+    # Of these alone: some models draw other parameters with what heeds no device, as DiffLlama does.
+    if any(not parameter.is_meta for module in candidates.values() for parameter in module.parameters(recurse=False)):
         raise ValueError(
             "quantization: weights are quantized while they are loaded, and the model has its already; build it under "
             'torch.device("meta")'
         )
     load_kernels("quantization")  # now, not in a step that is measured or that has no values
-    candidates = list_quantizable(model)
     skipped = _find_skipped(model, settings, candidates) | {n for n in candidates if is_named(n, keep)}
     num_owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     left = _list_unknown(model, candidates, (*(settings.skip_modules or ()), *keep))

@@ -90,6 +90,15 @@ def test_the_runs_cover_every_pair_of_settings() -> None:
     assert missing == []
 
 
+@pytest.mark.full
+def test_a_model_that_draws_some_parameters_wherever_it_is_built_trains_as_with_stock_libraries(tmp_path: Path) -> None:
+    """DiffLlama does so with ``torch.normal``, which heeds no default device."""
+    folder = save_model(tmp_path / "model", model_type="diffllama", **{**SIZES, "num_key_value_heads": 2})
+    result, start = train_sharded(folder, tmp_path, 2, quantization=Quantization())
+    differences = compare(result, train_plainly(folder, start, Quantization(), LORA))
+    assert max(differences.values()) <= TOLERANCE, differences
+
+
 @pytest.mark.full(after=1)
 @pytest.mark.parametrize(
     "run",
