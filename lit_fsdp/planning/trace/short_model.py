@@ -80,11 +80,8 @@ def shorten_model(module: nn.Module, stacks: Sequence[Stack]) -> None:
         blocks: Any = module.get_submodule(stack.name)
         kept = [blocks[i] for i in stack.kept]
         blocks._modules = {str(i): block for i, block in enumerate(kept)}
-        names = [stack.name[:i] for i, char in enumerate(stack.name) if char == "."]
-        for owner in [module, *map(module.get_submodule, names)]:
-            for holder in (owner, getattr(owner, "config", None)):
-                if holder is not None:
-                    _tell_depth(holder, stack)
+        for holder in _list_holders(module, stack.name):
+            _tell_depth(holder, stack)
 
 
 def _iterate_stacks(module: nn.Module, names: Sequence[str]) -> Iterator[tuple[str, list[nn.Module]]]:
@@ -168,17 +165,21 @@ def _list_reached(module: nn.Module) -> set[str]:
 
 def _find_layer_types(module: nn.Module, name: str, depth: int) -> Sequence[Hashable] | None:
     """Return what configurations around a stack say of each of its blocks."""
-    names = ["", *(name[:i] for i, char in enumerate(name) if char == ".")]
-    columns = []
-    for owner in map(module.get_submodule, names):
-        for holder in (owner, getattr(owner, "config", None)):
-            lists = [tuple(value) for _, value in _iterate_per_block(holder, depth)]
-            columns += [value for value in lists if not _are_numbers(value)]
+    lists = [value for holder in _list_holders(module, name) for _, value in _iterate_per_block(holder, depth)]
+    columns = [tuple(value) for value in lists if not _are_numbers(value)]
     return list(zip(*columns, strict=True)) if columns else None
 
 
+def _list_holders(module: nn.Module, name: str) -> list[Any]:
+    """Return the modules around a stack and their configurations: what may say how many blocks there are."""
+    owners = [module, *(module.get_submodule(name[:i]) for i, char in enumerate(name) if char == ".")]
+    return [
+        holder for owner in owners for holder in (owner, getattr(owner, "config", None)) if hasattr(holder, "__dict__")
+    ]
+
+
 def _iterate_per_block(holder: Any, depth: int) -> Iterator[tuple[str, Sequence[Any]]]:
-    for key, value in vars(holder).items() if hasattr(holder, "__dict__") else ():
+    for key, value in vars(holder).items():
         is_list = isinstance(value, list | tuple) and len(value) == depth
         if is_list and "layer" in key and all(isinstance(item, str | int | float | bool | None) for item in value):
             yield key, value
@@ -188,7 +189,7 @@ def _tell_depth(holder: Any, stack: Stack) -> None:
     for key, value in list(_iterate_per_block(holder, stack.depth)):
         kind: Any = type(value)  # list or tuple
         vars(holder)[key] = kind(value[i] for i in stack.kept)
-    for key, value in list(vars(holder).items()) if hasattr(holder, "__dict__") else ():
+    for key, value in list(vars(holder).items()):
         if type(value) is int and value == stack.depth and ("layer" in key or key == "depth"):
             vars(holder)[key] = len(stack.kept)
 
