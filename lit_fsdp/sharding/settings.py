@@ -73,21 +73,12 @@ class Settings:
         build_offload_policy(self.cpu_offload, device)
         if self.compile is not None:
             self.compile.check()
-            if self.activation_checkpointing.keep_dequantized:
-                raise ValueError(
-                    "activation_checkpointing.keep_dequantized: compiled blocks keep nothing between "
-                    "recomputation and backward; leave it or compile out"
-                )
-            if self.activation_checkpointing.offload:
-                raise ValueError(
-                    "activation_checkpointing.offload: got true with compile: compiled blocks keep what they choose; "
-                    "leave one of them out"
-                )
-            if (chunks := self.activation_checkpointing.mlp_chunks) is not None:
-                raise ValueError(
-                    f"activation_checkpointing.mlp_chunks: got {chunks} with compile: compiled blocks keep what they "
-                    "choose; leave one of them out"
-                )
+            for name in ("keep_dequantized", "offload", "mlp_chunks"):
+                if given := getattr(self.activation_checkpointing, name):
+                    raise ValueError(
+                        f"activation_checkpointing.{name}: got {str(given).lower()} with compile: compiled blocks keep "
+                        "what they choose; leave one of them out"
+                    )
 
     def check_adapted(self, *, has_adapters: bool, is_quantized: bool) -> None:
         """Raise a ``ValueError`` for what cannot work with a model that is known to get adapters or 4 or 8 bits.
