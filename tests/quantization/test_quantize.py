@@ -32,8 +32,6 @@ SETTINGS = [
     for double in (False, True)
 ]
 
-KINDS = [Quantization(), Quantization(type="fp4", double_quant=False), Quantization(type="int8")]
-
 
 def make_weight(rows: int = 7, columns: int = 512, dtype: torch.dtype = torch.float32) -> Tensor:
     generator = torch.Generator().manual_seed(5)

@@ -2,8 +2,6 @@ import pytest
 
 from lit_fsdp.planning.trace.allocator import MIB, Block, CachingAllocator, OutOfMemoryError
 
-KIB = 2**10
-
 
 def fill(allocator: CachingAllocator, *sizes: int, stream: int = 0) -> list[Block]:
     return [allocator.allocate(size, stream) for size in sizes]

@@ -30,7 +30,6 @@ from lit_fsdp.sharding.shard import Compile, Sharding
 from lit_fsdp.tasks.masks import keep_branches
 from ranks import run_ranks
 
-CPU = torch.device("cpu")
 SIZES = {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_key_value_heads": 2}
 WEIGHTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")

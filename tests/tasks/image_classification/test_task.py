@@ -25,8 +25,6 @@ from lit_fsdp.tasks.image_classification.model import build_classifier, set_clas
 from lit_fsdp.weights.base_weights import IMAGE_SIZE
 from ranks import run_ranks
 
-PIXELS = Pixels(size=16)
-
 
 def read_start(folder: Path, out: Path, model: Path, options: dict[str, Any]) -> None:
     trainer = build_trainer(FSDP2Strategy(print_plan=False), max_steps=1)
