@@ -101,8 +101,8 @@ class PydocParagraphs(PydocPart):
         return [super().identify(), _NUM_TOPICS, _LEAST]
 
     @override
-    def read(self) -> Iterator[Row]:
-        longest = sorted(super().read(), key=lambda row: -len(row.fields["text"]))[:_NUM_TOPICS]
+    def iterate_rows(self) -> Iterator[Row]:
+        longest = sorted(super().iterate_rows(), key=lambda row: -len(row.fields["text"]))[:_NUM_TOPICS]
         for row in longest:
             label = row.where.split('"')[1]
             paragraphs = [" ".join(part.split()) for part in row.fields["text"].split("\n\n")]

@@ -55,13 +55,13 @@ class Part(ABC):
         """Return the files that the rows are read from."""
         return []
 
-    @abstractmethod
     def read(self) -> Iterator[Row]:
         """Yield all rows, in a fixed order."""
+        return self.read_after(0)
 
+    @abstractmethod
     def read_after(self, num_rows: int) -> Iterator[Row]:
         """Yield the rows after the first ones."""
-        return islice(self.read(), num_rows, None)
 
     def identify_unread(self) -> Any:
         """Return what tells it from others without reading all of it, wherever it lies, as JSON."""
@@ -82,10 +82,6 @@ class FilePart(Part):
     @override
     def list_files(self) -> list[Path]:
         return [self.path]
-
-    @override
-    def read(self) -> Iterator[Row]:
-        return self.read_after(0)
 
     @override
     def read_after(self, num_rows: int) -> Iterator[Row]:
@@ -114,10 +110,6 @@ class ObjectPart(Part):
     def identify(self) -> Any:
         # Without what signs an address, which is another one each time.
         return [str(self.path).partition("?")[0], *self.state, self.txt_documents]
-
-    @override
-    def read(self) -> Iterator[Row]:
-        return self.read_after(0)
 
     @override
     def read_after(self, num_rows: int) -> Iterator[Row]:
@@ -151,8 +143,8 @@ class DatasetPart(Part):
         return [self.name.rpartition("/")[2], len(self.dataset), hashlib.sha256(rows.encode()).hexdigest()]
 
     @override
-    def read(self) -> Iterator[Row]:
-        for number, fields in enumerate(self.dataset, start=1):
+    def read_after(self, num_rows: int) -> Iterator[Row]:
+        for number, fields in islice(enumerate(self.dataset, start=1), num_rows, None):
             yield Row(where=f"{self.name} row {number}", fields=drop_filled(fields))
 
 
@@ -174,10 +166,6 @@ class StreamedPart(Part):
     @override
     def identify(self) -> Any:
         return [self.name, self.revision]
-
-    @override
-    def read(self) -> Iterator[Row]:
-        return self.read_after(0)
 
     @override
     def read_after(self, num_rows: int) -> Iterator[Row]:
@@ -217,7 +205,11 @@ class PydocPart(Part):
         return [sys.version, hashlib.sha256(json.dumps(self._get_topics()).encode()).hexdigest(), *pieces]
 
     @override
-    def read(self) -> Iterator[Row]:
+    def read_after(self, num_rows: int) -> Iterator[Row]:
+        return islice(self.iterate_rows(), num_rows, None)
+
+    def iterate_rows(self) -> Iterator[Row]:
+        """Yield all rows, topic by topic."""
         for name, text in sorted(self._get_topics().items()):
             where = f'pydoc topic "{name}"'
             if self.txt_documents == "file":
