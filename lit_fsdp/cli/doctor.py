@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -176,10 +177,6 @@ def _check_network() -> list[str]:
 
 
 def _check_limits() -> list[str]:
-    if sys.platform == "win32":
-        return []
-    import resource
-
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most == resource.RLIM_INFINITY or most >= _MANY_FILES:
         return []
