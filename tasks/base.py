@@ -168,7 +168,7 @@ class Task(TakesMappings, LightningModule):
             if left := list_left_out(model, lora):
                 rank_zero_warn(
                     f"lora: no adapter for {', '.join(left[:3])}, {len(left)} in all: they may not be plain linear "
-                    "layers; name them in target_modules if they are"
+                    "layers, or the model reads their weights itself; name them in target_modules if it does not"
                 )
             add_adapters(model, lora)
             is_trained = self.trainer.state.fn == TrainerFn.FITTING

@@ -28,6 +28,7 @@ from lit_fsdp.quantization.layers import (
     is_linear,
     is_named,
     iterate_quantized,
+    list_read,
 )
 
 if TYPE_CHECKING:
@@ -77,9 +78,10 @@ def add_adapters(model: nn.Module, lora: LoRA) -> None:
 
 
 def list_left_out(model: nn.Module, lora: LoRA) -> list[str]:
-    """Return the subclasses of linear layers that ``all-linear`` leaves out, as they may compute something else."""
+    """Return the linear layers that ``all-linear`` leaves out, as an adapter might be wrong there, or not be used."""
     linear = _list_linear(model, lora) if lora.target_modules == "all-linear" else {}
-    return [clean_name(name) for name, module in linear.items() if not _takes_adapter(module)]
+    fitting = _choose_fitting(model, lora, linear)
+    return [clean_name(name) for name in linear if name not in fitting]
 
 
 def find_misreading(model: nn.Module, config: LoraConfig) -> str:
@@ -99,8 +101,10 @@ def find_misreading(model: nn.Module, config: LoraConfig) -> str:
         return ""
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
-    read = deepcopy(config)
     targets = set(config.target_modules or ())
+    if reason := next(filter(None, (_find_bypass(model, config, name) for name in sorted(targets))), ""):
+        return f"peft could not load the adapters: {reason}"
+    read = deepcopy(config)
     try:
         convert_peft_config_for_transformers(read, model, None)
     except ValueError as error:
@@ -174,7 +178,7 @@ def _resolve_targets(model: nn.Module, lora: LoRA) -> list[str]:
         return []
     targets = lora.target_modules
     if targets == "all-linear":
-        found = [name for name, module in _list_linear(model, lora).items() if _takes_adapter(module)]
+        found = _choose_fitting(model, lora, _list_linear(model, lora))
     elif isinstance(targets, str):
         found = [name for name in _list_modules(model, lora) if re.fullmatch(targets, name)]
     else:
@@ -206,6 +210,25 @@ def _list_linear(model: nn.Module, lora: LoRA) -> dict[str, nn.Module]:
     find_head: Any = getattr(model, "get_output_embeddings", lambda: None)
     head, modules = find_head(), _list_modules(model, lora)
     return {n: m for n, m in modules.items() if isinstance(m, nn.Linear | Conv1D) and m is not head}
+
+
+def _choose_fitting(model: nn.Module, lora: LoRA, linear: Mapping[str, nn.Module]) -> list[str]:
+    """Return the linear layers whose adapters are used, and computed with as they should be."""
+    read, config = list_read(model), lora.build_config()
+    found = [name for name, module in linear.items() if _takes_adapter(module) and name not in read]
+    return [name for name in found if not _find_bypass(model, config, name)]
+
+
+def _find_bypass(model: nn.Module, config: LoraConfig, name: str) -> str:
+    """Return why peft has no adapter of a layer: in Mamba and its kin, kernels of GPUs read some weights themselves."""
+    import_peft()
+    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba  # private, seen in peft 0.21
+
+    try:
+        _check_lora_target_modules_mamba(config, model, name.rpartition(".")[2])
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _takes_adapter(module: Any) -> bool:

@@ -7,8 +7,11 @@ checkpoints and for state dicts these are ``uint8`` parameters.
 from __future__ import annotations
 
 import fnmatch
+import inspect
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -16,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.conv import _ConvNd  # private, seen in torch 2.13: what all convolutions are
+from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 from typing_extensions import override
 
@@ -25,6 +29,8 @@ from lit_fsdp.quantization.kernels import load_kernels
 from lit_fsdp.quantization.quantize import Quantization, dequantize, multiply
 
 ABSMAX, NESTED = "_absmax", "_nested"  # what stands beside the codes of a weight
+_READ_OUTSIDE = "the module around it reads its weight"
+_READ = re.compile(r"\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape))")
 
 
 class QuantizedLayer(nn.Module):
@@ -147,12 +153,12 @@ def quantize_model(model: nn.Module, settings: Quantization, *, keep: Sequence[s
     skipped = _find_skipped(model, settings, candidates) | {n for n in candidates if is_named(n, keep)}
     num_owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     left = _list_unknown(model, candidates, (*(settings.skip_modules or ()), *keep))
-    done = 0
+    read, done = list_read(model), 0
     for name, module in candidates.items():
         if name in skipped:
             continue
         weights = {key: p for key, p in module.named_parameters(recurse=False) if _is_weight(key, p)}
-        if reason := _find_obstacle(weights, settings, num_owners):
+        if reason := _READ_OUTSIDE if name in read else _find_obstacle(weights, settings, num_owners):
             left.append(f"{name} ({reason})")
             continue
         if isinstance(module, nn.Linear):
@@ -163,6 +169,10 @@ def quantize_model(model: nn.Module, settings: Quantization, *, keep: Sequence[s
     if not done:
         reasons = f": {', '.join(left[:3])}" if left else ""
         raise ValueError(f"quantization: nothing to quantize in {type(model).__name__}{reasons}; leave it out")
+    for module in model.modules():
+        if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
+            # As Transformers does, seen in 5.23: Jamba then calls layers whose weights it would read.
+            config._is_quantized = True
     return left
 
 
@@ -190,6 +200,26 @@ def count_weights(model: nn.Module) -> dict[str, int]:
             counts[f"{name}.{key}"] = shape.numel()
             counts[f"{name}.{key}{ABSMAX}"] = 0
     return counts
+
+
+def list_read(model: nn.Module) -> set[str]:
+    """Return the layers that the modules around them never call, and whose weights these read themselves.
+
+    As Mamba does with ``dt_proj``: it would take codes for weights, and never use an adapter.
+    """
+    holders = ((name, module) for name, module in model.named_modules() if not hasattr(module, "_init_weights"))
+    kinds = {n: type(m) for n, m in holders if any(isinstance(child, nn.Linear) for child in m.children())}
+    return {f"{name}.{key}".removeprefix(".") for name, kind in kinds.items() for key in _list_read_by(kind)}
+
+
+@cache
+def _list_read_by(kind: Any) -> set[str]:
+    code = ""
+    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        for function in filter(inspect.isfunction, vars(base).values()):
+            with suppress(OSError):  # without a file, as of code that was given to exec
+                code += inspect.getsource(function)
+    return {name for name in _READ.findall(code) if not re.search(rf"\bself\.{name}\b(?!\.(?:weight|bias)| =)", code)}
 
 
 def _find_skipped(model: nn.Module, settings: Quantization, candidates: dict[str, nn.Module]) -> set[str]:

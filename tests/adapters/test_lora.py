@@ -9,8 +9,9 @@ from models import build_language_model
 from peft.tuners.lora import LoraLayer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from lit_fsdp.adapters.inject import add_adapters, list_left_out
+from lit_fsdp.adapters.inject import add_adapters, find_misreading, list_left_out
 from lit_fsdp.adapters.layers import ADAPTER_PARTS, clean_name, iterate_adapters, list_adapter_parameters
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.quantization.layers import quantize_model
@@ -63,6 +64,23 @@ def test_experts_and_their_router_get_no_adapter(
     add_adapters(model, LoRA())
     assert list_adapted(model) == {"q_proj", "k_proj", "v_proj", "o_proj"} | others
     assert left == [f"model.layers.{i}.feed_forward.router" for i in range(3 if others else 0)]
+
+
+@pytest.mark.parametrize(("family", "left_out"), [("mamba", {"dt_proj", "out_proj"}), ("mamba2", {"out_proj"})])
+def test_layers_whose_weights_a_model_reads_itself_get_no_adapter(family: str, left_out: set[str]) -> None:
+    """Those that kernels of GPUs read are refused by peft when it loads the adapters."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 67, "num_heads": 8, "head_dim": 16}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
+    left = {name.rpartition(".")[2] for name in list_left_out(model, LoRA())}
+    add_adapters(model, LoRA())
+    assert left == left_out
+    assert list_adapted(model) == {"in_proj", "x_proj"} - ({"x_proj"} if family == "mamba2" else set())
+    assert not find_misreading(model, model.peft_config["default"])
+    with torch.device("meta"):
+        named = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
+    add_adapters(named, LoRA(target_modules=["out_proj"]))
+    assert "incompatible with Mamba" in find_misreading(named, named.peft_config["default"])
 
 
 def test_only_adapters_train_in_their_own_dtype() -> None:
