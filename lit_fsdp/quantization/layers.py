@@ -149,6 +149,11 @@ def quantize_model(model: nn.Module, settings: Quantization, *, keep: Sequence[s
             "quantization: weights are quantized while they are loaded, and the model has its already; build it under "
             'torch.device("meta")'
         )
+    if getattr(getattr(model, "config", None), "rescale_every", 0):
+        raise ValueError(
+            f"quantization: {type(model).__name__} divides its weights for an evaluation (config.rescale_every), which "
+            "codes of weights cannot be; leave it out, or set rescale_every to 0 in config.json"
+        )
     load_kernels("quantization")  # now, not in a step that is measured or that has no values
     skipped = _find_skipped(model, settings, candidates) | {n for n in candidates if is_named(n, keep)}
     num_owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
@@ -178,8 +183,8 @@ def quantize_model(model: nn.Module, settings: Quantization, *, keep: Sequence[s
 
 def list_quantizable(model: nn.Module) -> dict[str, nn.Module]:
     """Return the layers of a model that could be quantized, by name."""
-    kinds: dict[str, Any] = {name: type(module) for name, module in model.named_modules()}
-    return {n: m for n, m in model.named_modules() if is_linear(kinds[n]) or is_experts(m)}
+    # As in Transformers, no subclasses: it could not load those of Falcon, and adapters over them would differ there.
+    return {n: m for n, m in model.named_modules() if type(m) is nn.Linear or is_experts(m)}
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -208,7 +213,9 @@ def list_read(model: nn.Module) -> set[str]:
     As Mamba does with ``dt_proj``: it would take codes for weights, and never use an adapter.
     """
     holders = ((name, module) for name, module in model.named_modules() if not hasattr(module, "_init_weights"))
-    kinds = {n: type(m) for n, m in holders if any(isinstance(child, nn.Linear) for child in m.children())}
+    kinds: dict[str, Any] = {
+        n: type(m) for n, m in holders if any(isinstance(child, nn.Linear) for child in m.children())
+    }
     return {f"{name}.{key}".removeprefix(".") for name, kind in kinds.items() for key in _list_read_by(kind)}
 
 
@@ -239,7 +246,8 @@ def _list_unknown(model: nn.Module, candidates: Mapping[str, nn.Module], skipped
     """Return large weights that other libraries might quantize, and this one does not know how to."""
     unknown = []
     for name, module in model.named_modules():
-        is_large = any(p.dim() == 3 for p in module.parameters(recurse=False)) or isinstance(module, Conv1D)
+        kind: Any = type(module)
+        is_large = any(p.dim() == 3 for p in module.parameters(recurse=False)) or kind is Conv1D or is_linear(kind)
         if is_large and name not in candidates and not isinstance(module, _ConvNd) and not is_named(name, skipped):
             unknown.append(f"{name} (a {type(module).__name__} cannot be quantized)")
     return unknown
