@@ -125,10 +125,15 @@ def check_data(config: PreTrainedConfig, data: Any, kind: ModelKind) -> None:
     check_length(config, data)
 
 
+def get_max_positions(config: PreTrainedConfig) -> int | None:
+    """Return how many positions a configuration has; ``None`` where it does not say, or says -1, as that of XLNet."""
+    limit: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return limit if limit and limit > 0 else None
+
+
 def check_length(config: PreTrainedConfig, data: Any) -> None:
     """Refuse rows that are longer than the model has positions."""
-    text = config.get_text_config()
-    limit, length = getattr(text, "max_position_embeddings", None), getattr(data, "seq_length", None)
+    limit, length = get_max_positions(config), getattr(data, "seq_length", None)
     if limit and length and length > limit:
         raise ValueError(
             f"config.max_position_embeddings: got {limit}, and data.seq_length {length}: rows are longer than "
@@ -138,8 +143,8 @@ def check_length(config: PreTrainedConfig, data: Any) -> None:
 
 def count_positions(model: nn.Module) -> int | None:
     """Return how many tokens a row may have, as far as the model says: RoBERTa's positions begin after its padding."""
-    text = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    limit: int | None = getattr(text, "max_position_embeddings", None)
+    config: Any = model.config
+    text, limit = config.get_text_config(), get_max_positions(config)
     if getattr(text, "position_embedding_type", None) not in (None, "absolute"):  # a table may be there, unused
         return limit
     tables = [part for name, part in model.named_modules() if "position" in name and isinstance(part, nn.Embedding)]

@@ -17,7 +17,7 @@ from lit_fsdp.tasks.causal_lm.samples import encode_prompts
 from lit_fsdp.tasks.row_files import show_controls
 from lit_fsdp.tasks.text.messages import RowError
 from lit_fsdp.tasks.text.tokenizer import get_pad_id
-from lit_fsdp.tasks.text_model import check_generation, get_end_ids
+from lit_fsdp.tasks.text_model import check_generation, get_end_ids, get_max_positions
 
 _COMMANDS = {
     "/reset": "forget what was said",
@@ -209,8 +209,7 @@ class Answerer:
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, settings: Mapping[str, Any]) -> None:
         self.model, self.tokenizer, self.settings = model, tokenizer, dict(settings)
-        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        self.limit: int = limit or sys.maxsize
+        self.limit = get_max_positions(model.config) or sys.maxsize
 
     def answer(self, ids: Sequence[int], *, is_typed: bool = True) -> str:
         """Print and return the answer to a prompt; Ctrl-C ends it where it is, if a person is there to go on.

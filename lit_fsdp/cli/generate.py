@@ -22,6 +22,7 @@ from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.tasks import TextData
 from lit_fsdp.tasks.causal_lm.opened import ModelSource, OpenedLM, open_source, open_tokenizer
 from lit_fsdp.tasks.text.files import READERS
+from lit_fsdp.tasks.text_model import get_max_positions
 
 _LONGEST = 2**20  # tokens of a prompt, where a model has no limit
 _OF_PREDICT = re.compile(r"--((trainer|model|data|progress_bar)\.|cpu_processes(=|$))")
@@ -183,7 +184,7 @@ def _check_out(path: Path) -> None:
 
 def _choose_length(source: ModelSource, max_new_tokens: int) -> int:
     """Return how long a prompt may be, so that an answer has its places."""
-    limit = getattr(source.read_config().get_text_config(), "max_position_embeddings", None) or _LONGEST
+    limit = get_max_positions(source.read_config()) or _LONGEST
     if limit - max_new_tokens < 2:
         raise ValueError(
             f"max_new_tokens: got {max_new_tokens}: the model has {limit} places (max_position_embeddings), also for "

@@ -12,6 +12,7 @@ import yaml
 
 from lit_fsdp.errors import ConfigError, suggest
 from lit_fsdp.tasks.model_config import load_config
+from lit_fsdp.tasks.text_model import get_max_positions
 from lit_fsdp.weights.base_weights import CONFIG, fetch_pretrained
 
 Method = Literal["full", "lora", "qlora"]
@@ -130,7 +131,7 @@ def _choose_length(pretrained: str) -> int:
     """Return the tokens of a row where nobody says how many: the usual ones, or all positions of the model."""
     try:
         fetch_pretrained(pretrained, patterns=CONFIG)
-        limit = getattr(load_config(pretrained).get_text_config(), "max_position_embeddings", None)
+        limit = get_max_positions(load_config(pretrained))
     except ValueError:  # the plan refuses this model, by its setting
         limit = None
     return min(limit or _USUAL_LENGTH, _USUAL_LENGTH)

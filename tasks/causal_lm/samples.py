@@ -23,6 +23,7 @@ from lit_fsdp.tasks.row_files import show_controls
 from lit_fsdp.tasks.text.messages import MessageFields, RowError, parse_messages
 from lit_fsdp.tasks.text.rows import Chat, RowFormat, Text
 from lit_fsdp.tasks.text.tokens import Encoded, Encoder
+from lit_fsdp.tasks.text_model import get_max_positions
 
 Prompt = str | list[dict[str, Any]]
 
@@ -95,7 +96,7 @@ class Samples:
 
     def _try_all(self, task: Any, step: int) -> list[str | None]:
         """Return the answer to each prompt, ``None`` where there is none."""
-        limit = getattr(task.read_config().get_text_config(), "max_position_embeddings", None) or sys.maxsize
+        limit = get_max_positions(task.read_config()) or sys.maxsize
         encoded = encode_prompts(task.get_tokenizer(), self.prompts)
         rows = [[] if isinstance(result, RowError) else result.ids for result in encoded]
         answers: list[str | None] = [None] * len(rows)

@@ -289,13 +289,15 @@ def test_weights_in_a_format_that_no_layer_holds_are_refused_by_their_name(tmp_p
         ("esm", {"pad_token_id": 1, "position_embedding_type": "absolute"}, 30),
         ("esm", {"pad_token_id": 1, "position_embedding_type": "rotary"}, 32),  # has the table too, and leaves it alone
         ("canine", {"pad_token_id": 0}, 32),  # has no embeddings of words
+        ("xlnet", {"d_head": 16}, None),  # says -1, as its positions are relative
     ],
 )
 def test_rows_are_as_long_as_positions_go_from_the_first_token(
-    model_type: str, options: dict[str, Any], expected: int
+    model_type: str, options: dict[str, Any], expected: int | None
 ) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = AutoConfig.for_model(model_type, **sizes, max_position_embeddings=32, vocab_size=40, **options)
+    sizes |= {} if expected is None else {"max_position_embeddings": 32}
+    config = AutoConfig.for_model(model_type, **sizes, vocab_size=40, **options)
     with torch.device("meta"):
         model = AutoModelForSequenceClassification.from_config(config)
     assert count_positions(model) == expected
