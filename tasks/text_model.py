@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -162,6 +164,19 @@ def check_positions(model: nn.Module, data: Any) -> None:
             f"data.seq_length: got {length}: {type(model).__name__} begins to count positions after that of its "
             f"padding, so that rows have {limit} tokens at most; set seq_length to {limit} or less"
         )
+
+
+@contextmanager
+def explain_refused_inputs(model: nn.Module) -> Iterator[None]:
+    """Turn what a model of Transformers refuses in its forward, such as texts without an end, into one line."""
+    try:
+        yield
+    except ValueError as error:
+        frames = [str(frame.f_globals["__name__"]).partition(".")[0] for frame, _ in walk_tb(error.__traceback__)]
+        if next(name for name in reversed(frames) if name != "torch") != "transformers":
+            raise
+        name = type(model).__name__.removeprefix("FSDP")
+        raise ValueError(f"model: {name} refuses a batch: {get_first_line(error)}") from error
 
 
 def weigh_aux_loss(model: Any, output: Any) -> Tensor | None:

@@ -44,6 +44,7 @@ from lit_fsdp.tasks.text_model import (
     check_packing,
     check_positions,
     count_positions,
+    explain_refused_inputs,
 )
 
 # What Transformers asks whether a package is there, and its name for pip.
@@ -185,7 +186,7 @@ class TextTask(PretrainedTask):
         assert self.model is not None
         if "use_cache" in inspect.signature(self.model.forward).parameters:  # those that could generate
             inputs = {"use_cache": False, **inputs}
-        with self.pack_inputs(inputs) as packed:
+        with explain_refused_inputs(self.model), self.pack_inputs(inputs) as packed:
             return self.model(**packed)
 
     def pack_inputs(self, batch: Mapping[str, Any]) -> AbstractContextManager[dict[str, Any]]:

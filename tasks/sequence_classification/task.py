@@ -160,6 +160,8 @@ class SequenceClassification(Classifier, TextTask):
             config.get_text_config().pad_token_id = self._pad_id
         elif config.get_text_config().pad_token_id is None:
             config.get_text_config().pad_token_id = 0
+        if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = config.pad_token_id  # as all models of T5 have it, but no new configuration
         return config
 
     @override
@@ -185,6 +187,8 @@ class SequenceClassification(Classifier, TextTask):
             batch: ``input_ids`` and ``attention_mask`` [texts, length].
         """
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        if getattr(self.model.config, "summary_type", None) == "last":  # type: ignore[union-attr]  # as of XLNet
+            inputs = _pad_in_front(**inputs)
         logits: Tensor = self.run_model(**inputs).logits.float()
         return logits
 
@@ -294,6 +298,17 @@ def _refuse_number(checkpoint: Mapping[str, Any], problem: ProblemType) -> None:
             f"data.problem_type: is {problem!r} here, and the checkpoint gives each text one number: set it to "
             f"{REGRESSION}, or to {REWARD} if it was trained on pairs"
         )
+
+
+def _pad_in_front(input_ids: Tensor, attention_mask: Tensor) -> Batch:
+    """Move padding before the text, for models that read the last place of a row, padded or not.
+
+    Args:
+        input_ids: [texts, length].
+        attention_mask: The same; 0 is padding.
+    """
+    order = attention_mask.argsort(dim=1, stable=True)
+    return {"input_ids": input_ids.gather(1, order), "attention_mask": attention_mask.gather(1, order)}
 
 
 def _list_head(model: PreTrainedModel, head: list[str], pretrained: str | None) -> tuple[list[str], list[str]]:

@@ -20,6 +20,7 @@ from text_tasks import (
     train_plainly,
     write_rows,
 )
+from tokenizers.processors import TemplateProcessing
 from torch.nn import functional
 from training import GLOBAL_BATCH, NUM_STEPS, list_differences
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
@@ -38,12 +39,28 @@ LABELS: dict[str, list[Any]] = {
     # So far apart that no step comes near all of them: near its target a gradient is the rounding of a difference.
     "regression": [0.7 * (i % 5) - 0.8 for i in range(NUM_ROWS)],
 }
+# Reads a text at its end token, which its tokenizer adds.
+T5 = {
+    "model_type": "t5",
+    "vocab_size": VOCAB_SIZE,
+    "d_model": 36,
+    "d_kv": 12,
+    "d_ff": 35,
+    "num_layers": 2,
+    "num_heads": 3,
+}
+T5 |= {"eos_token_id": 0, "decoder_start_token_id": 1, "dropout_rate": 0.0}
+# Reads a text at the last place of its row, so that padding comes first.
+XLNET = {"model_type": "xlnet", "vocab_size": VOCAB_SIZE, "d_model": 36, "d_inner": 35, "n_layer": 2, "n_head": 3}
+XLNET |= {"dropout": 0.0, "summary_last_dropout": 0.0}
 CASES = [
     (BERT, "single_label_classification"),
     (DEBERTA, "single_label_classification"),
     (LLAMA, "multi_label_classification"),
     (MODERNBERT, "regression"),
     (LLAMA, "reward"),
+    (T5, "single_label_classification"),
+    (XLNET, "single_label_classification"),
 ]
 CASE_NAMES = [f"{config['model_type']}-{problem}" for config, problem in CASES]
 
@@ -65,7 +82,12 @@ def make_data(folder: Path, problem: str, *, num_ranks: int = 2, **options: Any)
 def save_start(folder: Path, config: dict[str, Any], problem: str) -> str:
     """Write a tokenizer, and a classifier that every run starts from; return its folder."""
     folder.mkdir(exist_ok=True)
-    save_tokenizer(folder / "tokenizer", TEXTS)
+    side = "left" if config is XLNET else "right"
+    tokenizer = AutoTokenizer.from_pretrained(save_tokenizer(folder / "tokenizer", TEXTS), padding_side=side)
+    if config is T5:
+        ends = [(tokenizer.eos_token, tokenizer.eos_token_id)]
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"$A {ends[0][0]}", special_tokens=ends)
+    tokenizer.save_pretrained(folder / "tokenizer")
     torch.manual_seed(1)
     names = {"id2label": dict(enumerate(COLORS if "label" in problem else ["LABEL_0"]))}
     settings = AutoConfig.for_model(**config, **names, problem_type=None if problem == "reward" else problem)
@@ -330,3 +352,17 @@ def test_rows_to_predict_do_not_change_what_a_model_was_trained_for() -> None:
         assert (task.problem_type, task.class_names) == (problem, classes or ["LABEL_0"])
         with pytest.raises(ValueError, match=f"got 'reward': the model was made for '{problem}': make a task anew"):
             start(task, problem_type="reward", classes=None)
+
+
+def test_texts_without_the_end_token_that_a_model_reads_them_at_are_refused_in_a_line() -> None:
+    task = SequenceClassification(pretrained="none")
+    task.model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(**T5))
+    batch = {"input_ids": torch.full((2, 5), 7), "attention_mask": torch.ones(2, 5, dtype=torch.int64)}
+    with pytest.raises(ValueError, match=r"^model: T5ForSequenceClassification refuses a batch: .* <eos> token\.$"):
+        task.compute_logits(batch)
+
+
+def test_a_new_t5_begins_its_decoder_with_the_padding_as_all_t5_do() -> None:
+    task = SequenceClassification(config={"model_type": "t5", "num_layers": 1})
+    task.class_names, task._pad_id = COLORS, 3
+    assert task.read_config().decoder_start_token_id == 3
