@@ -36,6 +36,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": {},
     "gpt_oss": {},
     "deepseek_v3": {},
+    "falcon": {"hidden_size": 64, "ffn_hidden_size": 128},
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
 }
 PLAIN = LoRA(r=4, alpha=8)

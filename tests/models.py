@@ -21,6 +21,7 @@ LANGUAGE_MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_GATED, "num_experts": 5, "moe_intermediate_size": 16, "num_experts_per_tok": 2},
     "gemma3_text": _GATED,
     "mistral": _GATED,
+    "falcon": {**_WIDTH, "ffn_hidden_size": 64, "attention_dropout": 0.0},
     "apertus": _GATED,
     "mixtral": {**_GATED, "num_local_experts": 4},
     "gpt_oss": {**_GATED, "num_local_experts": 4, "num_experts_per_tok": 2},

@@ -567,7 +567,7 @@ RESUMED = [
     fit("checkpoint gone", {}, "ckpt_path", "did you mean", options="--ckpt_path checkpoints/lst.ckpt"),
     fit("checkpoint a configuration", {}, "run.yaml", options="--ckpt_path run.yaml"),
     fit("checkpoint the data", {}, "train.jsonl", options="--ckpt_path train.jsonl"),
-    fit("checkpoint a folder of something else", {}, "ckpt_path", options="--ckpt_path ."),
+    fit("a folder of something else", {}, "ckpt_path", options="--ckpt_path other", files={"other/notes.txt": "none"}),
     fit("the best checkpoint", {}, "best", options="--ckpt_path best"),
     run("last of nothing", "validate --config run.yaml --run_name none --ckpt_path last", "none"),
     fit("checkpoint of an unknown kind", {}, "gopher", options="--ckpt_path gopher://host/x"),

@@ -95,6 +95,10 @@ _BANNERS = re.compile(
     r"`Trainer(\.\w+` stopped: `max_(steps|epochs)=|\(\w+=.+\)` was configured)|Loading `train_dataloader` to estimate|"
     r"Restoring states from the checkpoint path)"  # another line says when that is done
 )
+_CKPT_PATH_HELP = (
+    "Checkpoint to take the weights of, and with fit also the step and all state: its path or address, the folder of a "
+    "run, or `last`, the newest of the runs of this name."
+)
 _ONLY_FOR_TRAINING = "Be aware that when using `ckpt_path`.*"  # which callbacks a checkpoint has state of
 # Where the settings lie that an error may name, the inner ones first.
 _SETTINGS = ("trainer.strategy.init_args", "model.init_args", "data.init_args", "trainer")
@@ -252,6 +256,9 @@ class TrainerCLI(LightningCLI):
         """Let ``--help`` begin with what only this command has, and end with the 40 settings of the Trainer."""
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         parser.usage = f"python -m lit_fsdp {subcommand} {self.usage} [--KEY=VALUE ...]"
+        for action in parser._actions:  # private, seen in Python 3.11
+            if action.dest == "ckpt_path":
+                action.help = _CKPT_PATH_HELP  # Lightning's has `best`, which only a script can know
         titles = {"model": "model", "data": "data", "progress_bar": "progress bar", "trainer": "Trainer of Lightning"}
         order_help(parser, {subcommand: f"options of {subcommand}", "options": "options of all runs", **titles})
         return parser

@@ -95,15 +95,17 @@ class AdaptedWeights:
         self.layers = {clean_name(f"{n}.{get_weight_name(m)}"): (n, m) for n, m in iterate_adapters(model)}
         self.trained = [n for n in checkpoint.tensors if is_saved(n, self.lora) and not is_adapter_name(n)]
         self._quantized: set[str] = set()
-        self.has_quantized_experts = False
+        self.quantized_more: list[str] = []  # than Transformers quantizes: experts, and layers of Falcon
         self.unquantized: list[str] | None = None  # for Transformers, where its own choice would be another
         if self.quantization is not None:
             model = build_on_meta(checkpoint)
-            linear, head = _list_linear(model), model.get_output_embeddings()
+            kinds, linear, head = dict(model.named_modules()), _list_linear(model), model.get_output_embeddings()
             quantize_model(model, self.quantization, keep=self.lora.modules_to_save)
             layers = dict(iterate_quantized(model))
             self._quantized = {f"{n}.{key}" for n, layer in layers.items() for key in layer.dense_shapes}
-            self.has_quantized_experts = any(isinstance(layer, QuantizedExperts) for layer in layers.values())
+            has_experts = any(isinstance(layer, QuantizedExperts) for layer in layers.values())
+            others = {type(kinds[n]).__name__ for n in layers if n not in linear and isinstance(kinds[n], nn.Linear)}
+            self.quantized_more = ["experts"] * has_experts + [f"{kind} layers" for kind in sorted(others)]
             dense = [name for name in linear if name not in layers]
             if dense != [name for name, module in linear.items() if module is head]:
                 self.unquantized = shorten_names(dense, linear)

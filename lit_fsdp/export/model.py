@@ -143,7 +143,7 @@ def export_model(
             is_adapter=is_adapter,
             is_gguf=gguf is not None,
             is_pushed=place is not None,
-            has_quantized_experts=adapted is not None and adapted.has_quantized_experts,
+            quantized_more=() if adapted is None else adapted.quantized_more,
             unquantized=None if adapted is None else adapted.unquantized,
         )
         (folder / "README.md").write_text(card)

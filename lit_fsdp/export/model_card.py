@@ -14,6 +14,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # exported without saying so
 
 from lit_fsdp.checkpoint.reader import StoredCheckpoint, find_run
+from lit_fsdp.errors import join_names
 from lit_fsdp.export.position_embeddings import explain_size
 from lit_fsdp.redaction import redact, redact_yaml
 from lit_fsdp.weights.base_weights import BASE
@@ -28,7 +29,7 @@ _BLOCK_SIZE = 64  # of 4-bit weights in Transformers, which knows no other
 _BLOCKS = (
     " A block had {size} weights in training. From a full base, these lines make blocks of {known}: logits differ."
 )
-_EXPERTS = " Its experts were quantized too, which these lines leave in full: logits differ by that error."
+_MORE = " Its {} were quantized too, which these lines leave in full: logits differ by that error."
 
 
 def write_model_card(
@@ -40,7 +41,7 @@ def write_model_card(
     is_adapter: bool,
     is_gguf: bool = False,
     is_pushed: bool = False,
-    has_quantized_experts: bool = False,
+    quantized_more: Sequence[str] = (),
     unquantized: Sequence[str] | None = None,
 ) -> str:
     """Return the text of a ``README.md`` as the Hugging Face Hub shows it.
@@ -55,7 +56,7 @@ def write_model_card(
         is_adapter: Whether they are adapters alone.
         is_gguf: Whether they are one file for llama.cpp.
         is_pushed: Whether ``name`` is that on the Hub, where readers will load them from.
-        has_quantized_experts: Whether adapters were trained over quantized experts, which Transformers has not.
+        quantized_more: What adapters were trained over in fewer bits, and Transformers has in full, such as experts.
         unquantized: The linear layers below adapters that stayed dense; ``None`` if they are those that Transformers
             leaves dense anyway.
     """
@@ -80,7 +81,7 @@ def write_model_card(
         lines += ["", f"The base model was `{base['name']}`."]
     if is_adapter and base is not None:
         lines += _explain_loading(name, base, config, unquantized, is_pushed=is_pushed)
-        lines[-1] += _EXPERTS if has_quantized_experts else ""
+        lines[-1] += _MORE.format(join_names(quantized_more)) if quantized_more else ""
         if base["quantization"] is not None and (size := base["quantization"]["block_size"]) != _BLOCK_SIZE:
             lines[-1] += _BLOCKS.format(size=size, known=_BLOCK_SIZE)
     lines += [line for note in explain_size(stored) for line in ("", note)]

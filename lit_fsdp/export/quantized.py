@@ -19,7 +19,7 @@ class Quantizer:
 
     Args:
         model: On the meta device, without quantized layers; changed in place.
-        settings: How to quantize. Linear layers only, as Transformers keeps experts dense.
+        settings: How to quantize. Linear layers only, as Transformers keeps experts and subclasses (Falcon's) dense.
         outputs: All dense tensors that will be written, on the meta device; a layer whose weight has another name
             there stays dense.
 
@@ -30,7 +30,7 @@ class Quantizer:
     def __init__(self, model: PreTrainedModel, settings: Quantization, outputs: Mapping[str, Tensor]) -> None:
         self.settings = settings
         candidates = list_quantizable(model)
-        dense = [n for n, m in candidates.items() if not isinstance(m, nn.Linear) or f"{n}.weight" not in outputs]
+        dense = [n for n, m in candidates.items() if type(m) is not nn.Linear or f"{n}.weight" not in outputs]
         if settings.skip_modules is None:
             get_head: Any = model.get_output_embeddings
             dense += [name for name, module in candidates.items() if module is get_head()]

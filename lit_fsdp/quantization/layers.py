@@ -183,8 +183,8 @@ def quantize_model(model: nn.Module, settings: Quantization, *, keep: Sequence[s
 
 def list_quantizable(model: nn.Module) -> dict[str, nn.Module]:
     """Return the layers of a model that could be quantized, by name."""
-    # As in Transformers, no subclasses: it could not load those of Falcon, and adapters over them would differ there.
-    return {n: m for n, m in model.named_modules() if type(m) is nn.Linear or is_experts(m)}
+    kinds: dict[str, Any] = {name: type(module) for name, module in model.named_modules()}
+    return {n: m for n, m in model.named_modules() if is_linear(kinds[n]) or is_experts(m)}
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -246,8 +246,7 @@ def _list_unknown(model: nn.Module, candidates: Mapping[str, nn.Module], skipped
     """Return large weights that other libraries might quantize, and this one does not know how to."""
     unknown = []
     for name, module in model.named_modules():
-        kind: Any = type(module)
-        is_large = any(p.dim() == 3 for p in module.parameters(recurse=False)) or kind is Conv1D or is_linear(kind)
+        is_large = any(p.dim() == 3 for p in module.parameters(recurse=False)) or isinstance(module, Conv1D)
         if is_large and name not in candidates and not isinstance(module, _ConvNd) and not is_named(name, skipped):
             unknown.append(f"{name} (a {type(module).__name__} cannot be quantized)")
     return unknown

@@ -107,3 +107,10 @@ def test_layers_that_do_not_divide_into_blocks_or_are_skipped_stay_dense(base: P
         export_model(checkpoint, tmp_path / "new", quantization=Quantization(block_size=4096))
     with pytest.raises(ValueError, match="block_size: got 7"):
         export_model(checkpoint, tmp_path / "new", quantization=Quantization(block_size=7))
+
+
+def test_layers_that_transformers_would_not_quantize_stay_dense(tmp_path: Path) -> None:
+    checkpoint = save_whole(save_base(tmp_path / "model", "falcon"), tmp_path / "last.ckpt")
+    with pytest.raises(ValueError, match="nothing to quantize in FalconForCausalLM"):
+        export_model(checkpoint, tmp_path / "out", quantization=Quantization())
+    assert not (tmp_path / "out").exists()
