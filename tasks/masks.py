@@ -28,18 +28,21 @@ def keep_branches(batch: Mapping[str, Any]) -> Iterator[None]:
     of a traced graph, which needs memory that no run needs.
 
     Args:
-        batch: With values; ``position_ids`` or ``attention_mask`` [batch, length] if the model gets them.
+        batch: With values; ``position_ids`` and masks of padding [batch, length], such as ``attention_mask``, if the
+            model gets them. Of several, some padded, the model's are known by their shapes.
     """
     # Asked once in a forward.
-    positions, padding = batch.get("position_ids"), batch.get("attention_mask")
+    positions, masks = batch.get("position_ids"), [batch[name] for name in batch if name.endswith("mask")]
     is_packed = positions is not None and masking_utils.find_packed_sequence_indices(positions) is not None
-    is_padded = padding is None or not bool(padding.all())
+    padded = {tuple(mask.shape) for mask in masks if not bool(mask.all())}
+    whole = {tuple(mask.shape) for mask in masks} - padded
 
     def find(original: Callable[[Tensor], Tensor | None], position_ids: Tensor) -> Tensor | None:
         return original(position_ids) if is_packed else None
 
     def ignore(original: Callable[..., bool], padding_mask: Tensor | None, *args: Any, **kwargs: Any) -> bool:
-        return bool(original(padding_mask if is_padded else None, *args, **kwargs))
+        is_whole = padding_mask is not None and (tuple(padding_mask.shape) in whole if padded else bool(whole))
+        return bool(original(None if is_whole else padding_mask, *args, **kwargs))
 
     # Private, seen in transformers 5.23, the last of encoders: whether nothing is padded, so that there is no mask.
     with ExitStack() as stack:
