@@ -96,7 +96,7 @@ class PretrainedTask(Task):
             )
         if config is not None and "model_type" not in config:
             raise ValueError(
-                f"config.model_type: missing, got {sorted(config)}: expected one as in {self.example_config}"
+                f"config.model_type: missing, got {sorted(map(str, config))}: expected one as in {self.example_config}"
             )
         if config is not None:
             make_config(config)  # now, as ranks take long to start

@@ -258,7 +258,8 @@ def _check_content(file: Path) -> None:
 
 
 def _refuse_other_than_text(key: yaml.Node, file: Path) -> None:
-    if key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
+    is_text = key.tag == "tag:yaml.org,2002:str" and (key.style or isinstance(load_yaml(key.value), str))  # not 1e-4
+    if not is_text and key.tag != "tag:yaml.org,2002:merge":
         got = key.value if isinstance(key, yaml.ScalarNode) else f"a {key.id}"
         raise ConfigError(f"{file}, line {key.start_mark.line + 1}: got {got or 'nothing'} as a key: expected a name")
 

@@ -26,6 +26,7 @@ FILES = [
     (f"seed_everything: {'1' * 5000}", "not valid YAML: Exceeds the limit (4300 digits)"),
     ("a: '\0'", "run.yaml: not valid YAML: unacceptable character"),
     ("trainer:\n  3: 1\n", "run.yaml, line 2: got 3 as a key: expected a name"),
+    ("trainer:\n  1e-4: 1\n", "run.yaml, line 2: got 1e-4 as a key: expected a name"),  # a number to jsonargparse
     ("~: 1\n", "run.yaml, line 1: got ~ as a key: expected a name"),
     ("? [1, 2]\n: 1\n", "line 1, column 3: not valid YAML: found unhashable key"),
     ("trainer: [1]\n", "trainer: got a list (run.yaml, line 1): expected a mapping of its keys"),
