@@ -53,6 +53,7 @@ from lit_fsdp.sharding.mesh import DataRanks, Mesh, MeshSizes, build_mesh, make_
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
 from lit_fsdp.sharding.parallelize import shard_module
 from lit_fsdp.sharding.random_state import collect_random_state, join_generators, split_generators
+from lit_fsdp.sharding.replaced_method import ReplacedMethod
 from lit_fsdp.sharding.sequence import SequenceGroup, build_sequence_group
 from lit_fsdp.sharding.settings import PRESETS, Settings
 from lit_fsdp.sharding.shard import (
@@ -251,7 +252,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         self.plan: list[Unit] = []
         self._units: list[UnitInternals] = []  # of the run
         self._unit_table: Table | None = None  # to be printed
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: list[RemovableHandle | ReplacedMethod] = []  # until the run has ended
         self._toggles: list[Callable[[], None]] = []  # of an evaluation inside of training
         self._toggles_of_kept: list[Callable[[], None]] = []  # of the run, where gathered weights stay until the step
         self.overlapped_steps: OverlappedSteps | None = None  # with cpu_offload.overlap_optimizer
@@ -448,10 +449,10 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         self.model = module = self._module
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         evaluate_without_inference_mode(trainer)
-        keep_links(trainer, self._writer.skipped)
-        watch_monitors(trainer)
-        save_where_all_fail(trainer, has_begun=lambda: self._has_seen_step)
-        save_whole_steps(trainer)
+        self._hooks += keep_links(trainer, self._writer.skipped)
+        self._hooks += watch_monitors(trainer)
+        self._hooks += save_where_all_fail(trainer, has_begun=lambda: self._has_seen_step)
+        self._hooks += save_whole_steps(trainer)
         if is_fitting:
             self._check_fit()
         if find_roots(module):  # by its user, or in an earlier run
@@ -532,7 +533,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
 
     def _watch_toggles(self, module: pl.LightningModule) -> None:
         if not module.automatic_optimization:
-            self._hooks = [reshard_when_toggled(root) for root in find_roots(module)]
+            self._hooks += [reshard_when_toggled(root) for root in find_roots(module)]
         elif not self.settings.sharding.reshard_after_backward:
             self._toggles_of_kept = [follow_toggles(root) for root in find_roots(module)]
 

@@ -162,7 +162,7 @@ def has_requeue_checkpoint(trainer: pl.Trainer) -> bool:
     return trainer._checkpoint_connector._hpc_resume_path is not None
 
 
-def keep_links(trainer: pl.Trainer, skipped: Collection[Location]) -> None:
+def keep_links(trainer: pl.Trainer, skipped: Collection[Location]) -> list[ReplacedMethod]:
     """Leave the ``last.ckpt`` of every ``ModelCheckpoint`` where it is instead of linking it to a skipped save.
 
     ``skipped`` is looked at when a link is due, and has to be the same on all ranks.
@@ -172,35 +172,32 @@ def keep_links(trainer: pl.Trainer, skipped: Collection[Location]) -> None:
         if locate(trainer.strategy.broadcast(filepath)) not in skipped:
             linker(trainer, filepath, linkpath)
 
-    for callback in _list_model_checkpoints(trainer):
-        linker = type(callback)._link_checkpoint
-        callback._link_checkpoint = partial(link, linker)  # type: ignore[method-assign]
+    return [ReplacedMethod(callback, "_link_checkpoint", link) for callback in _list_model_checkpoints(trainer)]
 
 
-def save_whole_steps(trainer: pl.Trainer) -> None:
+def save_whole_steps(trainer: pl.Trainer) -> list[ReplacedMethod]:
     """Keep every ``ModelCheckpoint`` from saving between the micro-batches of a step.
 
     A resumed one does, as it does not know that its step is saved: what goes on from there would leave out the
     gradients of the micro-batches before. So does one with ``train_time_interval``, which now waits for the step.
     """
 
-    def save(callback: ModelCheckpoint, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+    def save(original: Callable[..., None], trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         if is_last_micro_batch(trainer):
-            type(callback).on_train_batch_end(callback, trainer, *args, **kwargs)
+            original(trainer, *args, **kwargs)
 
-    for callback in _list_model_checkpoints(trainer):
-        callback.on_train_batch_end = partial(save, callback)  # type: ignore[method-assign]
+    return [ReplacedMethod(callback, "on_train_batch_end", save) for callback in _list_model_checkpoints(trainer)]
 
 
-def watch_monitors(trainer: pl.Trainer) -> None:
+def watch_monitors(trainer: pl.Trainer) -> list[ReplacedMethod]:
     """Refuse a ``monitor`` of a ``ModelCheckpoint`` that nothing logs, when a save is due and no validation may log it.
 
     Left alone it would put off every save until a validation that never comes. With one, Lightning refuses it then.
     What was trained is saved before, also where an ``EarlyStopping`` finds nothing.
     """
 
-    def watched(callback: ModelCheckpoint, trainer: pl.Trainer) -> dict[str, Tensor]:
-        found = type(callback)._monitor_candidates(callback, trainer)
+    def watched(callback: ModelCheckpoint, original: Any, trainer: pl.Trainer) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = original(trainer)
         name = callback.monitor
         # Before its first epoch with a validation, nobody knows what there is to validate.
         is_unknown = trainer.fit_loop.epoch_loop.val_loop._combined_loader is None
@@ -213,29 +210,30 @@ def watch_monitors(trainer: pl.Trainer) -> None:
                 _refuse_saved(callback, trainer, name, found)
         return found
 
-    def save(callback: ModelCheckpoint, trainer: pl.Trainer, found: dict[str, Tensor]) -> None:
+    def save(callback: ModelCheckpoint, original: Any, trainer: pl.Trainer, found: dict[str, Tensor]) -> None:
         try:
-            type(callback)._save_topk_checkpoint(callback, trainer, found)
+            original(trainer, found)
         except MisconfigurationException:
             if callback.monitor is None or callback.monitor in found:
                 raise
             # The validation has not logged it.
             _refuse_saved(callback, trainer, callback.monitor, found)
 
-    def check(callback: EarlyStopping, trainer: pl.Trainer) -> None:
+    def check(callback: EarlyStopping, original: Any, trainer: pl.Trainer) -> None:
         found = trainer.callback_metrics
         is_missing = callback.strict and callback.monitor not in found and not trainer.fast_dev_run  # type: ignore[attr-defined]
         # A rank that lacks it alone cannot save: the others would not come.
         if trainer.strategy.reduce_boolean_decision(is_missing, all=True):
             path = save_last_step(trainer)  # callbacks that save come after this one
             _refuse_monitor(callback, callback.monitor, found, _describe_saved(trainer, path) if path else "")
-        type(callback)._run_early_stopping_check(callback, trainer)
+        original(trainer)
 
-    for callback in _list_model_checkpoints(trainer):
-        callback._monitor_candidates = partial(watched, callback)  # type: ignore[method-assign]
-        callback._save_topk_checkpoint = partial(save, callback)  # type: ignore[method-assign]
-    for stopper in trainer.early_stopping_callbacks:
-        stopper._run_early_stopping_check = partial(check, stopper)  # type: ignore[method-assign]
+    savers, stoppers = _list_model_checkpoints(trainer), trainer.early_stopping_callbacks
+    return [
+        *(ReplacedMethod(saver, "_monitor_candidates", partial(watched, saver)) for saver in savers),
+        *(ReplacedMethod(saver, "_save_topk_checkpoint", partial(save, saver)) for saver in savers),
+        *(ReplacedMethod(stopper, "_run_early_stopping_check", partial(check, stopper)) for stopper in stoppers),
+    ]
 
 
 def _refuse_saved(callback: ModelCheckpoint, trainer: pl.Trainer, name: str, found: dict[str, Tensor]) -> NoReturn:
@@ -250,7 +248,7 @@ def _describe_saved(trainer: pl.Trainer, path: str) -> str:
     return "" if is_lost else f"; what was trained is saved: {path}"
 
 
-def save_where_all_fail(trainer: pl.Trainer, *, has_begun: Callable[[], bool]) -> None:
+def save_where_all_fail(trainer: pl.Trainer, *, has_begun: Callable[[], bool]) -> list[ReplacedMethod]:
     """Let what saves on an exception save only where all ranks have failed, as in Ctrl-C: the others would not join.
 
     Lightning's ``OnExceptionCheckpoint`` saves nothing either before the first step: it would replace what the run
@@ -258,7 +256,7 @@ def save_where_all_fail(trainer: pl.Trainer, *, has_begun: Callable[[], bool]) -
     """
     store_name = f"failures/{next(_fits)}"
 
-    def save(callback: Checkpoint, trainer: pl.Trainer, module: pl.LightningModule, error: BaseException) -> None:
+    def save(callback: Checkpoint, original: Any, trainer: pl.Trainer, *args: Any) -> None:
         if isinstance(callback, ModelCheckpoint):
             name, is_due = "ModelCheckpoint.save_on_exception", callback._should_save_on_exception(trainer)
         else:
@@ -270,12 +268,14 @@ def save_where_all_fail(trainer: pl.Trainer, *, has_begun: Callable[[], bool]) -
             )
             return
         if is_due or isinstance(callback, ModelCheckpoint):
-            type(callback).on_exception(callback, trainer, module, error)
+            original(trainer, *args)
             trainer.strategy.on_train_end()  # which waits for saves beside training
 
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint | OnExceptionCheckpoint):
-            callback.on_exception = partial(save, callback)  # type: ignore[method-assign]
+    return [
+        ReplacedMethod(callback, "on_exception", partial(save, callback))
+        for callback in trainer.checkpoint_callbacks
+        if isinstance(callback, ModelCheckpoint | OnExceptionCheckpoint)
+    ]
 
 
 def _have_all_failed(store_name: str) -> bool:

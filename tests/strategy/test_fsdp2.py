@@ -15,6 +15,7 @@ import torch.distributed as dist
 from differences import find_largest
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
+    EarlyStopping,
     EMAWeightAveraging,
     LearningRateFinder,
     ModelCheckpoint,
@@ -474,3 +475,17 @@ def test_the_graph_of_a_model_is_not_traced_on_one_rank_of_several(tmp_path: Pat
             trainer.fit(module)
 
     run_ranks(body, world_size=2)
+
+
+def test_callbacks_are_given_back_as_they_were(tmp_path: Path) -> None:
+    """They may go on under another strategy."""
+
+    def body() -> None:
+        callbacks = [ModelCheckpoint(tmp_path / "saved", monitor="train/loss"), EarlyStopping("train/loss")]
+        trainer = build_trainer(FSDP2Strategy(print_plan=False), callbacks=callbacks, enable_checkpointing=True)
+        trainer.fit(build_task(save_model(tmp_path / "model", **EVEN)), Rows(EVEN["vocab_size"], 4))
+        assert callbacks[0].best_model_path
+        replaced = {name for callback in callbacks for name, value in vars(callback).items() if callable(value)}
+        assert replaced == {"log", "log_dict"}  # by Lightning
+
+    run_ranks(body, world_size=1)
