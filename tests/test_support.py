@@ -36,6 +36,7 @@ IMPORTS = {
         "peft.tuners.lora.LoraLayer",
         "peft.tuners.lora.layer.Linear",
         "peft.tuners.lora.layer.ParamWrapper",
+        "peft.tuners.tuners_utils._check_lora_target_modules_mamba",
     },
     "safetensors": {
         "safetensors.torch._TYPES",

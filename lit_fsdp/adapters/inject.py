@@ -88,7 +88,7 @@ def find_misreading(model: nn.Module, config: LoraConfig) -> str:
     """Return why peft would not find the targets of adapters again when it loads them; empty if it would.
 
     In the models of some families it takes all linear layers that are called as single experts were in Transformers 4
-    for weights of fused experts; seen in peft 0.21.
+    for weights of fused experts, or renames some as Transformers renames weights of older files; seen in peft 0.21.
 
     Args:
         model: With or without the adapters.
@@ -99,7 +99,10 @@ def find_misreading(model: nn.Module, config: LoraConfig) -> str:
 
     if not isinstance(model, PreTrainedModel):
         return ""
-    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    from peft.utils.transformers_weight_conversion import (
+        convert_peft_adapter_state_dict_for_transformers,
+        convert_peft_config_for_transformers,
+    )
 
     targets = set(config.target_modules or ())
     if reason := next(filter(None, (_find_bypass(model, config, name) for name in sorted(targets))), ""):
@@ -109,8 +112,13 @@ def find_misreading(model: nn.Module, config: LoraConfig) -> str:
         convert_peft_config_for_transformers(read, model, None)
     except ValueError as error:
         return f"peft could not load the adapters: {error}"
-    taken = targets - set(read.target_modules or ())
-    return f"peft would take {min(taken)} for a weight of fused experts when it loads the adapters" if taken else ""
+    if taken := targets - set(read.target_modules or ()):
+        return f"peft would take {min(taken)} for a weight of fused experts when it loads the adapters"
+    stored = {f"base_model.model.{name}.lora_A.weight": name for name in targets}
+    values = dict.fromkeys(stored, torch.empty(1, 1, device="meta"))
+    found = convert_peft_adapter_state_dict_for_transformers(model, config, values)
+    lost = [name for key, name in stored.items() if key not in found]
+    return f"peft would give {min(lost)} another name when it loads the adapters" if lost else ""
 
 
 def _inject(model: Any, lora: LoRA) -> None:

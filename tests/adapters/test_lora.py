@@ -83,6 +83,19 @@ def test_layers_whose_weights_a_model_reads_itself_get_no_adapter(family: str, l
     assert "incompatible with Mamba" in find_misreading(named, named.peft_config["default"])
 
 
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [("llama", ""), ("glm4_moe", "for a weight of fused experts"), ("laguna", "another name")],
+)
+def test_what_peft_would_not_find_again_is_told(family: str, message: str) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 67, "head_dim": 16}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
+    add_adapters(model, LoRA())
+    found = find_misreading(model, model.peft_config["default"])
+    assert message in found if message else not found
+
+
 def test_only_adapters_train_in_their_own_dtype() -> None:
     model = build(LoRA(r=3, dtype="bfloat16", target_modules=["q_proj"], exclude_modules=["layers.0.self_attn.q_proj"]))
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
