@@ -125,7 +125,14 @@ ATTRIBUTES = {
         *("_batches_that_stepped", "_device_mesh", "_evaluation_loop", "_monitor_candidates"),
         *("_last_checkpoint_saved", "_save_checkpoint", "_save_last_checkpoint", "_save_topk_checkpoint"),
         *("_get_metric_interpolated_filepath_name", "_hpc_resume_path", "_should_save_on_exception"),
-        *("_last_global_step_saved", "_layer_sync", "_link_checkpoint", "_logger_connector", "_on_before_fetch"),
+        *(
+            "_last_global_step_saved",
+            "_layer_sync",
+            "_link_checkpoint",
+            "_log_graph",
+            "_logger_connector",
+            "_on_before_fetch",
+        ),
         *("_init_deepspeed_distributed", "_tensor_parallel_size"),
         *("_backward_fn", "_make_closure", "_step_fn", "_training_step", "_zero_grad_fn"),
         *("_optimizer", "_reset_optimizers_and_schedulers", "_results", "_run_early_stopping_check"),
@@ -194,6 +201,7 @@ ATTRIBUTES = {
         *(
             "_attn_implementation",
             "_experts_implementation",
+            "_is_quantized",
             "_keep_in_fp32_modules",
             "_no_split_modules",
             "_supports_attention_backend",
