@@ -31,6 +31,7 @@ from lit_fsdp.quantization.quantize import Quantization, dequantize, multiply
 ABSMAX, NESTED = "_absmax", "_nested"  # what stands beside the codes of a weight
 _READ_OUTSIDE = "the module around it reads its weight"
 _READ = re.compile(r"\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape))")
+_PASSED = re.compile(r"\w=self\.(\w+)\.weight\b(?!\.)")
 
 
 class QuantizedLayer(nn.Module):
@@ -210,7 +211,8 @@ def count_weights(model: nn.Module) -> dict[str, int]:
 def list_read(model: nn.Module) -> set[str]:
     """Return the layers that the modules around them never call, and whose weights these read themselves.
 
-    As Mamba does with ``dt_proj``: it would take codes for weights, and never use an adapter.
+    As Mamba does with ``dt_proj``: it would take codes for weights, and never use an adapter. So would kernels that are
+    passed a weight by name, as ``outproj_weight`` of Mamba 2 is, where the layer is called without them.
     """
     holders = ((name, module) for name, module in model.named_modules() if not hasattr(module, "_init_weights"))
     kinds: dict[str, Any] = {
@@ -226,7 +228,8 @@ def _list_read_by(kind: Any) -> set[str]:
         for function in filter(inspect.isfunction, vars(base).values()):
             with suppress(OSError):  # without a file, as of code that was given to exec
                 code += inspect.getsource(function)
-    return {name for name in _READ.findall(code) if not re.search(rf"\bself\.{name}\b(?!\.(?:weight|bias)| =)", code)}
+    called = r"\bself\.{}\b(?!\.(?:weight|bias)| =)"
+    return {*_PASSED.findall(code), *(n for n in _READ.findall(code) if not re.search(called.format(n), code))}
 
 
 def _find_skipped(model: nn.Module, settings: Quantization, candidates: dict[str, nn.Module]) -> set[str]:

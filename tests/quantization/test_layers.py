@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from lit_fsdp.adapters.inject import list_left_out
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.profiling.flops import FlopCounter
 from lit_fsdp.quantization import groups
 from lit_fsdp.quantization.layers import (
@@ -175,6 +177,16 @@ def test_weights_that_a_model_reads_past_their_layers_are_left_or_used_as_transf
     with torch.no_grad():
         expected, logits = (each(input_ids=make_tokens(), use_cache=False).logits for each in (like, model))
     assert float((logits - expected).abs().max() / expected.std()) <= 1e-5
+
+
+def test_weights_that_kernels_of_gpus_are_passed_stay_dense_and_get_no_adapter() -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 67, "mamba_n_heads": 8}
+    sizes |= {"mamba_d_head": 16, "num_attention_heads": 4, "num_local_experts": 2, "shared_intermediate_size": 64}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("granitemoehybrid", **sizes))
+    assert {name.rpartition(".")[2] for name in list_left_out(model, LoRA())} == {"out_proj"}
+    left = quantize_model(model, Quantization(type="int8"))
+    assert left == [f"model.layers.{i}.mamba.out_proj (the module around it reads its weight)" for i in range(2)]
 
 
 def test_the_seed_gives_the_same_codes_whether_the_model_is_quantized_at_once_or_later() -> None:
