@@ -32,7 +32,10 @@ def keep_branches(batch: Mapping[str, Any]) -> Iterator[None]:
             model gets them. Of several, some padded, the model's are known by their shapes.
     """
     # Asked once in a forward.
-    positions, masks = batch.get("position_ids"), [batch[name] for name in batch if name.endswith("mask")]
+    positions, masks = (
+        batch.get("position_ids"),
+        [m for name, m in batch.items() if name.endswith("mask") and m is not None],
+    )
     is_packed = positions is not None and masking_utils.find_packed_sequence_indices(positions) is not None
     padded = {tuple(mask.shape) for mask in masks if not bool(mask.all())}
     whole = {tuple(mask.shape) for mask in masks} - padded

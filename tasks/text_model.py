@@ -172,11 +172,17 @@ def explain_refused_inputs(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        frames = [str(frame.f_globals["__name__"]).partition(".")[0] for frame, _ in walk_tb(error.__traceback__)]
-        if next(name for name in reversed(frames) if name != "torch") != "transformers":
+        frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+        names = [frame.f_code.co_name for frame in frames]
+        at = names.index("torch_compilable_check") if "torch_compilable_check" in names else len(names)
+        last = frames[at - 1]  # which raised, or asked Transformers to
+        is_its_own = names[at - 1] == "forward" and last.f_locals.get("self") in (model, model.base_model)
+        if not is_its_own or not str(last.f_globals["__name__"]).startswith("transformers."):
             raise
-        name = type(model).__name__.removeprefix("FSDP")
-        raise ValueError(f"model: {name} refuses a batch: {get_first_line(error)}") from error
+        name, hint = type(model).__name__.removeprefix("FSDP"), ""
+        if "<eos>" in str(error):
+            hint = ": take a tokenizer that ends each text with the model's eos_token_id"
+        raise ValueError(f"model: {name} refuses a batch: {get_first_line(error)}{hint}") from error
 
 
 def weigh_aux_loss(model: Any, output: Any) -> Tensor | None:

@@ -201,7 +201,6 @@ ATTRIBUTES = {
         *(
             "_attn_implementation",
             "_experts_implementation",
-            "_is_quantized",
             "_keep_in_fp32_modules",
             "_no_split_modules",
             "_supports_attention_backend",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from pathlib import Path
 from typing import Any, Literal
@@ -135,17 +136,17 @@ def claim_folder(loggers: Sequence[CSVLogger | TensorBoardLogger]) -> None:
 
     Lightning takes the first number without a folder, and makes that folder much later.
     """
-    while True:
-        try:
-            Path(loggers[0].log_dir).mkdir(parents=True)
-        except FileExistsError:
-            number = int(loggers[0].version) + 1
-            for logger in loggers:
-                logger._version = number  # private, seen in lightning 2.6.6
-        except OSError:  # check_log_folders says why
-            return
-        else:
-            return
+    with suppress(OSError):  # check_log_folders says why
+        Path(loggers[0].log_dir).parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            try:
+                Path(loggers[0].log_dir).mkdir()
+            except FileExistsError:
+                number = int(loggers[0].version) + 1
+                for logger in loggers:
+                    logger._version = number  # private, seen in lightning 2.6.6
+            else:
+                return
 
 
 def list_found(logger: CSVLogger | TensorBoardLogger) -> frozenset[Path]:

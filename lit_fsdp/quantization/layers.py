@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.conv import _ConvNd  # private, seen in torch 2.13: what all convolutions are
-from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 from typing_extensions import override
 
@@ -175,10 +174,6 @@ def quantize_model(model: nn.Module, settings: Quantization, *, keep: Sequence[s
     if not done:
         reasons = f": {', '.join(left[:3])}" if left else ""
         raise ValueError(f"quantization: nothing to quantize in {type(model).__name__}{reasons}; leave it out")
-    for module in model.modules():
-        if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
-            # As Transformers does, seen in 5.23: Jamba then calls layers whose weights it would read.
-            config._is_quantized = True
     return left
 
 
@@ -209,14 +204,16 @@ def count_weights(model: nn.Module) -> dict[str, int]:
 
 
 def list_read(model: nn.Module) -> set[str]:
-    """Return the layers that the modules around them never call, and whose weights these read themselves.
+    """Return the layers of models of Transformers whose weights the modules around them read themselves.
 
-    As Mamba does with ``dt_proj``: it would take codes for weights, and never use an adapter. So would kernels that are
-    passed a weight by name, as ``outproj_weight`` of Mamba 2 is, where the layer is called without them.
+    As Mamba does with ``dt_proj``, which it never calls: it would take codes for weights, and never use an adapter. So
+    does Jamba unless Transformers has quantized it (``_is_quantized``), and so do kernels that are passed a weight by
+    name, as ``outproj_weight`` of Mamba 2 is, where the layer is called without them.
     """
-    holders = ((name, module) for name, module in model.named_modules() if not hasattr(module, "_init_weights"))
     kinds: dict[str, Any] = {
-        n: type(m) for n, m in holders if any(isinstance(child, nn.Linear) for child in m.children())
+        name: type(module)
+        for name, module in model.named_modules()
+        if type(module).__module__.startswith("transformers.models.") and not hasattr(module, "_init_weights")
     }
     return {f"{name}.{key}".removeprefix(".") for name, kind in kinds.items() for key in _list_read_by(kind)}
 
@@ -226,10 +223,12 @@ def _list_read_by(kind: Any) -> set[str]:
     code = ""
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         for function in filter(inspect.isfunction, vars(base).values()):
-            with suppress(OSError):  # without a file, as of code that was given to exec
+            with suppress(OSError):  # without a file
                 code += inspect.getsource(function)
-    called = r"\bself\.{}\b(?!\.(?:weight|bias)| =)"
-    return {*_PASSED.findall(code), *(n for n in _READ.findall(code) if not re.search(called.format(n), code))}
+    read, called = {*_READ.findall(code)}, r"\bself\.{}\b(?!\.(?:weight|bias)| =)"
+    if "_is_quantized" not in code:
+        read = {name for name in read if not re.search(called.format(name), code)}
+    return {*read, *_PASSED.findall(code)}
 
 
 def _find_skipped(model: nn.Module, settings: Quantization, candidates: dict[str, nn.Module]) -> set[str]:

@@ -111,15 +111,16 @@ def check_weights(trainer: Trainer) -> None:
     Raises:
         ValueError: With the argument that loads them.
     """
-    if trainer.lightning_module not in _TRAINED or trainer.ckpt_path is not None:
+    if trainer.lightning_module not in _TRAINED:
         return
-    if trainer.state.fn != TrainerFn.FITTING:
+    if trainer.ckpt_path is None and trainer.state.fn != TrainerFn.FITTING:
         raise ValueError(
             'ckpt_path: not given: the trained weights ended with the ranks that had them; give "best", "last" or the '
             "path of a checkpoint"
         )
-    _TRAINED.discard(trainer.lightning_module)  # in this process, it is about to be
-    rank_zero_warn("fit starts from the beginning: the trained weights ended with their ranks; ckpt_path goes on")
+    _TRAINED.discard(trainer.lightning_module)  # in this process, which has weights now
+    if trainer.ckpt_path is None:
+        rank_zero_warn("fit starts from the beginning: the trained weights ended with their ranks; ckpt_path goes on")
 
 
 def refuse_lost_weights(module: LightningModule) -> None:

@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.parsing import lightning_hasattr
@@ -225,8 +226,8 @@ def check_trainer(trainer: pl.Trainer) -> None:
     list_checkpoint_folders(trainer)
     if trainer.limit_train_batches == 0:
         raise ValueError("limit_train_batches: got 0: nothing would be trained; expected 1 or more, or leave it out")
-    # Private, seen in lightning 2.6.6.
-    if trainer.world_size > 1 and any(getattr(logger, "_log_graph", False) for logger in trainer.loggers):
+    boards = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+    if trainer.world_size > 1 and any(board._log_graph for board in boards):  # private, seen in lightning 2.6.6
         raise ValueError(
             "log_graph: got true: TensorBoardLogger runs the model on rank 0 alone, while its shards are on all ranks; "
             "leave it out, or log the graph in a run on one rank"

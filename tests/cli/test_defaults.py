@@ -264,6 +264,8 @@ def test_runs_of_one_name_that_start_at_once_have_folders_of_their_own(tmp_path:
     for (folder, _), before in zip(folders, found, strict=True):  # refused, all of them
         remove_unused_run(folder, before)
     assert list(tmp_path.iterdir()) == []
+    root.parent.symlink_to(tmp_path / "not mounted")
+    claim_folder(choose_loggers(settings, root))  # comes back: what is wrong is said later
 
 
 class MeetingData(TextData):

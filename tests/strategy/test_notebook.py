@@ -56,7 +56,10 @@ two.fit(task, make_data(2))
 say("two", float(two.callback_metrics["train/loss"]))
 say("best", float(two.validate(task, make_data(2), ckpt_path="best", verbose=False)[0]["val/loss"]))
 say("without weights", refused(lambda: two.validate(task, make_data(2))))
-say("saved by hand", refused(lambda: two.save_checkpoint("by_hand.ckpt")))""",
+say("saved by hand", refused(lambda: two.save_checkpoint("by_hand.ckpt")))
+more = make(2, steps=4)
+say("goes on", refused(lambda: more.fit(task, make_data(2), ckpt_path=two.checkpoint_callback.best_model_path)))
+say("saves again", "step=4" in more.checkpoint_callback.best_model_path)""",
     """say("nodes", refused(lambda: make(2, num_nodes=2)))
 say("broken", refused(lambda: make(2, callbacks=[Break()]).fit(make_task(), make_data(2))))
 notebook_launcher.PATIENCE_S = 0.5
@@ -104,6 +107,7 @@ def test_ranks_of_a_notebook_train_and_the_kernel_lives_on(
     assert said["best"] == pytest.approx(said["one evaluated"], abs=1e-6)
     assert str(said["without weights"]).startswith("ValueError: ckpt_path: not given: the trained weights ended with")
     assert str(said["saved by hand"]).startswith("save_checkpoint: the trained weights ended with the ranks that had")
+    assert (said["goes on"], said["saves again"]) == (None, True)
     assert str(said["nodes"]).startswith("num_nodes: got 2: a notebook starts the ranks of its own machine only")
     assert said["broken"] == "ValueError: broken on rank 1"
     assert said["interrupted"] == "interrupted: all ranks have ended"

@@ -24,6 +24,7 @@ from lit_fsdp.tasks import CausalLM
 from lit_fsdp.tasks.model_config import explain_build_errors, load_config, make_config
 from lit_fsdp.tasks.pretrained import load_stored_tokenizer
 from lit_fsdp.tasks.text_model import build_model, count_positions
+from lit_fsdp.tasks.text_task import TextTask
 from lit_fsdp.weights.base_weights import BASE, fetch_pretrained
 from lit_fsdp.weights.safetensors_io import sample_fingerprint
 from ranks import run_ranks
@@ -263,9 +264,9 @@ def test_a_model_that_is_refused_is_refused_again_in_a_second_run() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lit_fsdp.tasks.text_task.call_in_forward", refuse)
         patch.setattr("lit_fsdp.tasks.causal_lm.task.check_split", refuse)
-        for check in (task._check_packing, task._check_split) * 2:
+        for check in (TextTask.on_fit_start, CausalLM._check_split) * 2:
             with pytest.raises(ValueError, match="documents see each other"):
-                check()
+                check(task)
     assert tried == [4]
 
 
