@@ -262,7 +262,7 @@ def to_local(tensor: Tensor) -> Tensor:
 def call_after_backward(root: nn.Module, function: Callable[[], None]) -> Callable[[], None]:
     """Call a function at the end of each backward in which FSDP2 takes part: on all ranks, whatever each has used.
 
-    Returns what undoes it, newest first where there are several.
+    Returns what undoes it.
     """
 
     def end_and_call(end: Callable[[], None]) -> None:
@@ -436,7 +436,7 @@ class UnitInternals:
         self._replaced.append(ReplacedMethod(self._group, "wait_for_unshard", end))
 
     def undo(self) -> None:
-        """Take out everything that was put in. What others have put in since must be out already."""
+        """Take out everything that was put in."""
         while self._replaced:
             self._replaced.pop().remove()
 
