@@ -61,24 +61,17 @@ from lit_fsdp.sharding.shard import (
     Compile,
     Sharding,
     find_roots,
-    follow_toggles,
     no_sync,
     register_steps,
     reshard,
-    reshard_when_toggled,
 )
 from lit_fsdp.sharding.tensor_parallel import check_gradients
-from lit_fsdp.sharding.torch_internals import (
-    UnitInternals,
-    gather_when_called,
-    list_edited,
-    list_units,
-    settle_root,
-)
+from lit_fsdp.sharding.torch_internals import gather_when_called, settle_root
 from lit_fsdp.sharding.unit_table import make_table, print_table
 from lit_fsdp.sharding.wrap import Unit, Wrap, get_class
 from lit_fsdp.strategy.data_module import get_data_module
 from lit_fsdp.strategy.finetuning import restore_groups
+from lit_fsdp.strategy.gathered_weights import GatheredWeights, list_limited
 from lit_fsdp.strategy.hang_watch import HangWatch, choose_report_s, watch_for_hangs
 from lit_fsdp.strategy.launcher import Launcher, describe_ended, note_lost
 from lit_fsdp.strategy.lightning_internals import (
@@ -244,17 +237,14 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         self.facts = {"torch": torch.__version__} | {name: version(name) for name in ("lightning", "lit_fsdp")}
         self.verify_checkpoint = verify_checkpoint
         self._saved_settings: dict[str, Any] = {}  # of the run that saved the checkpoint
-        self._has_seen_step = self._has_stepped = self._has_checked_gradients = False
-        self._edited: set[str] = set()  # weights whose gathered copies were changed, as was said
+        self._has_seen_step = self._has_checked_gradients = False
         self._checked_loaders: set[tuple[RunningStage | None, int]] = set()
         self.device_mesh: DeviceMesh | None = None
         self.sequence_group: SequenceGroup | None = None  # the ranks that share the tokens of this rank's rows
         self.plan: list[Unit] = []
-        self._units: list[UnitInternals] = []  # of the run
+        self._gathered_weights: GatheredWeights | None = None  # of the run
         self._unit_table: Table | None = None  # to be printed
         self._hooks: list[RemovableHandle | ReplacedMethod] = []  # until the run has ended
-        self._toggles: list[Callable[[], None]] = []  # of an evaluation inside of training
-        self._toggles_of_kept: list[Callable[[], None]] = []  # of the run, where gathered weights stay until the step
         self.overlapped_steps: OverlappedSteps | None = None  # with cpu_offload.overlap_optimizer
 
     @property
@@ -266,6 +256,11 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
     def _module(self) -> pl.LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
+
+    @property
+    def _gathered(self) -> GatheredWeights:
+        assert self._gathered_weights is not None
+        return self._gathered_weights
 
     @property
     def _real_optimizers(self) -> list[Optimizer]:
@@ -479,7 +474,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
             self._build_optimizers(trainer)
             self._watch_paths(module)
             self._check_disk(trainer)
-            self._watch_toggles(module)
+        self._gathered_weights = GatheredWeights(module, self.settings.sharding)
         self.setup_precision_plugin()
 
     def _check_unchanged(self, module: pl.LightningModule) -> None:
@@ -526,16 +521,9 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
 
     def _watch_paths(self, module: nn.Module) -> None:
         assert self.device_mesh is not None
-        self._units = [unit for root in find_roots(module) for unit in list_units(root)]
         # On CPUs ranks have just waited for each other to reduce. The host of a GPU is ahead of it, and stays so.
         is_deferred = self.root_device.type != "cpu"
         self._rank_paths = watch_paths(module, self.device_mesh, timeout_s=self.timeout_s, is_deferred=is_deferred)
-
-    def _watch_toggles(self, module: pl.LightningModule) -> None:
-        if not module.automatic_optimization:
-            self._hooks += [reshard_when_toggled(root) for root in find_roots(module)]
-        elif not self.settings.sharding.reshard_after_backward:
-            self._toggles_of_kept = [follow_toggles(root) for root in find_roots(module)]
 
     def _check_fit(self) -> None:
         trainer = self._module.trainer
@@ -603,7 +591,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
                 module, self.num_nodes, gathers=sharding.gather_bits is None, reduces=sharding.reduce_bits is None
             )
         warn_of_hooks(module)
-        limited = _list_limited(module)
+        limited = list_limited(module)
         if limited := [n for n in limited if isinstance(module.get_parameter(f"{n}.weight"), DTensor)]:
             rank_zero.rank_zero_warn(
                 f"max_norm of {join_names(limited)} has no lasting effect: it changes gathered copies of the weights; "
@@ -682,13 +670,10 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        self._follow_toggles_of_kept()
+        self._gathered.keep_toggles()
         output = super().training_step(*args, **kwargs)
-        if not self._has_seen_step:
-            self._has_seen_step = True
-            self._warn_of_edited("training_step", "do it in on_train_batch_end")
-        if not self._module.automatic_optimization:
-            self._reshard()  # what was used last without a backward, for hooks that change weights
+        self._has_seen_step = True
+        self._gathered.end_step()
         return output
 
     @override
@@ -708,20 +693,6 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         if get_evaluation_loop(self._module.trainer).batch_progress.is_last_batch:
             reshard(self._module)
 
-    def _follow_toggles_of_kept(self) -> None:
-        """Keep what hooks between micro-batches have frozen or unfrozen, which gathered weights would forget."""
-        for find_toggled in self._toggles_of_kept:
-            find_toggled()
-
-    def _warn_of_edited(self, place: str, answer: str) -> None:
-        known = {f"{name}.weight" for name in _list_limited(self._module)} | self._edited  # warned of already
-        if edited := [name for name in list_edited(self._module) if name not in known]:
-            self._edited.update(edited)
-            rank_zero.rank_zero_warn(
-                f"{place} changes {join_names(edited)}: this changes gathered copies of the weights, not the weights; "
-                f"{answer}, see docs/limits.md"
-            )
-
     @override
     def optimizer_step(
         self,
@@ -736,17 +707,8 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         # What a forward after backward has gathered, such as that of a hook, is old by now. Of several optimizers,
         # another may have a backward to come.
-        self._reshard(None if self._module.automatic_optimization else optimizer)
+        self._gathered.reshard(None if self._module.automatic_optimization else optimizer)
         return result
-
-    def _reshard(self, optimizer: Optimizer | None = None) -> None:
-        """Let go of what a forward without backward has left gathered, of the parameters of an optimizer or of all."""
-        if gathered := [unit for unit in self._units if unit.is_gathered]:
-            groups = [] if optimizer is None else optimizer.param_groups
-            stepped = {id(parameter) for group in groups for parameter in group["params"]}
-            for unit in gathered:
-                if optimizer is None or any(id(shard) in stepped for shard in unit.list_shards()):
-                    unit.reshard()
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -768,26 +730,12 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
 
     def end_backward(self, loss: Tensor) -> Tensor:
         """Run what follows the gradients of a micro-batch; return the loss without its graph."""
-        if not self.settings.sharding.reshard_after_backward and is_last_micro_batch(self._module.trainer):
-            self._let_go_of_kept()
+        if is_last_micro_batch(self._module.trainer):
+            self._gathered.end_backward()
         with self._own_generators():
             loss = self.precision_plugin.post_backward(loss, self._module)
             self.post_backward(loss)
         return loss
-
-    def _let_go_of_kept(self) -> None:
-        """Reshard what the last backward of a step has left gathered: hooks look for gradients, and shards have them.
-
-        Under manual optimization only where there are some: other networks may have a backward to come.
-        """
-        if not self._has_stepped:
-            self._has_stepped = True
-            self._warn_of_edited("a hook between micro-batches", "do it after the optimizer step")
-        for unit in self._units:
-            if unit.is_gathered and (
-                self._module.automatic_optimization or any(shard.grad is not None for shard in unit.list_shards())
-            ):
-                unit.reshard()
 
     @property
     def redone_steps(self) -> list[str]:
@@ -801,8 +749,8 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
 
     @override
     def on_train_start(self) -> None:
-        self._has_seen_step = self._has_stepped = self._has_checked_gradients = False
-        self._edited = set()
+        self._has_seen_step = self._has_checked_gradients = False
+        self._gathered.begin_training()
         trainer = self._module.trainer
         check_weights(trainer)
         settle_accumulation(trainer, get_data_module(trainer))
@@ -839,29 +787,22 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
             self._rank_paths.forget()
 
     def _begin_evaluation(self, begin: Callable[[], None]) -> None:
-        self._follow_toggles_of_kept()
-        self._reshard()  # what hooks have drawn from, for those that put other weights in place
+        self._gathered.keep_toggles()
+        self._gathered.reshard()  # what hooks have drawn from, for those that put other weights in place
         self.finish_steps()
         self._finish_comparison()
         begin()
         check_weights(self._module.trainer)
         sync_buffers(self._module)
-        if self._module.trainer.state.fn == TrainerFn.FITTING:
-            self._toggles = [follow_toggles(root) for root in find_roots(self._module)]
+        self._gathered.begin_evaluation()
 
     def end_evaluation(self) -> None:
-        """Let go of the head, which no forward lets go of: else the next step has a gather less than others.
-
-        What hooks have frozen or unfrozen meanwhile stays so.
-        """
-        for find_toggled in self._toggles:
-            find_toggled()
-        self._toggles = []
-        reshard(self._module)
+        """Let go of what an evaluation has gathered; what its hooks have frozen or unfrozen stays so."""
+        self._gathered.end_evaluation()
 
     @override
     def on_validation_end(self) -> None:
-        self._reshard()  # what was used after the last batch, such as for samples
+        self._gathered.reshard()  # what was used after the last batch, such as for samples
         self.end_evaluation()
         if self._module.trainer.sanity_checking:
             check_monitors(self._module.trainer)
@@ -990,9 +931,9 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         # Not super(): it would move the shards to the CPU, and Lightning's next run on this module back.
         assert self.cluster_environment is not None and self.accelerator is not None  # noqa: PT018
         self._checked_loaders.clear()
-        self._units.clear()
-        self._toggles.clear()
-        self._toggles_of_kept.clear()
+        if self._gathered_weights is not None:
+            self._gathered_weights.remove()
+            self._gathered_weights = None
         if self._retried_steps is not None:
             self._retried_steps.stop()
         if self._hang_watch is not None:
@@ -1015,10 +956,6 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
 def _divide(tensor: Tensor, number: int) -> Tensor:
     """Divide a tensor in place, in float64: of whole numbers, float32 has those up to 2**24."""
     return tensor.copy_(tensor.to(torch.promote_types(tensor.dtype, torch.float64)) / number)
-
-
-def _list_limited(module: nn.Module) -> list[str]:
-    return [n for n, m in module.named_modules() if getattr(m, "max_norm", None) and hasattr(m, "weight")]
 
 
 for _name, (_description, _settings) in PRESETS.items():

@@ -1,0 +1,110 @@
+"""Which weights a run has gathered, and when it lets go of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import lightning.pytorch as pl
+from lightning_utilities.core import rank_zero
+from torch import nn
+from torch.optim import Optimizer
+
+from lit_fsdp.errors import join_names
+from lit_fsdp.sharding.shard import Sharding, find_roots, follow_toggles, reshard, reshard_when_toggled
+from lit_fsdp.sharding.torch_internals import list_edited, list_units
+
+
+class GatheredWeights:
+    """What forwards of a run leave gathered: let go where a hook, an optimizer or a save needs the shards.
+
+    Args:
+        module: The sharded module.
+        sharding: Says whether weights stay so from one micro-batch of a step to the next.
+    """
+
+    def __init__(self, module: pl.LightningModule, sharding: Sharding) -> None:
+        self._module = module
+        self._is_automatic = module.automatic_optimization
+        self._stays_gathered = not sharding.reshard_after_backward
+        roots = find_roots(module)
+        self._units = [unit for root in roots for unit in list_units(root)]
+        self._edited: set[str] = set()  # weights whose gathered copies were changed, as was said
+        self._has_seen_step = self._has_seen_backward = False
+        self._toggles: list[Callable[[], None]] = []  # of an evaluation
+        # Of the run, where gathered weights stay until the step.
+        self._toggles_of_kept = [follow_toggles(r) for r in roots if self._stays_gathered and self._is_automatic]
+        self._hooks = [] if self._is_automatic else [reshard_when_toggled(root) for root in roots]
+
+    def remove(self) -> None:
+        """Take the hooks out of the module."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def begin_training(self) -> None:
+        """Say again which weights the first steps change in vain."""
+        self._has_seen_step = self._has_seen_backward = False
+        self._edited.clear()
+
+    def keep_toggles(self) -> None:
+        """Keep what hooks between micro-batches have frozen or unfrozen, which gathered weights would forget."""
+        for find_toggled in self._toggles_of_kept:
+            find_toggled()
+
+    def end_step(self) -> None:
+        """Look what the first ``training_step`` has changed, and let go where no backward follows it."""
+        if not self._has_seen_step:
+            self._has_seen_step = True
+            self._warn_of_edited("training_step", "do it in on_train_batch_end")
+        if not self._is_automatic:
+            self.reshard()  # what was used last without a backward, for hooks that change weights
+
+    def end_backward(self) -> None:
+        """Let go of what the last backward of a step has left: hooks look for gradients, and shards have them.
+
+        Under manual optimization only where there are some: other networks may have a backward to come.
+        """
+        if not self._stays_gathered:
+            return
+        if not self._has_seen_backward:
+            self._has_seen_backward = True
+            self._warn_of_edited("a hook between micro-batches", "do it after the optimizer step")
+        for unit in self._units:
+            if unit.is_gathered and (self._is_automatic or any(shard.grad is not None for shard in unit.list_shards())):
+                unit.reshard()
+
+    def reshard(self, optimizer: Optimizer | None = None) -> None:
+        """Let go of what a forward without backward has left gathered, of the parameters of an optimizer or of all."""
+        if gathered := [unit for unit in self._units if unit.is_gathered]:
+            groups = [] if optimizer is None else optimizer.param_groups
+            stepped = {id(parameter) for group in groups for parameter in group["params"]}
+            for unit in gathered:
+                if optimizer is None or any(id(shard) in stepped for shard in unit.list_shards()):
+                    unit.reshard()
+
+    def begin_evaluation(self) -> None:
+        """Remember which weights need a gradient."""
+        self._toggles = [follow_toggles(root) for root in find_roots(self._module)]
+
+    def end_evaluation(self) -> None:
+        """Let go of the head, which no forward lets go of: else the next step has a gather less than others.
+
+        What hooks have frozen or unfrozen meanwhile stays so.
+        """
+        for find_toggled in self._toggles:
+            find_toggled()
+        self._toggles = []
+        reshard(self._module)
+
+    def _warn_of_edited(self, place: str, answer: str) -> None:
+        known = {f"{name}.weight" for name in list_limited(self._module)} | self._edited  # warned of already
+        if edited := [name for name in list_edited(self._module) if name not in known]:
+            self._edited.update(edited)
+            rank_zero.rank_zero_warn(
+                f"{place} changes {join_names(edited)}: this changes gathered copies of the weights, not the weights; "
+                f"{answer}, see docs/limits.md"
+            )
+
+
+def list_limited(module: nn.Module) -> list[str]:
+    """Return the embeddings that would change their own weights: those with a ``max_norm``."""
+    return [n for n, m in module.named_modules() if getattr(m, "max_norm", None) and hasattr(m, "weight")]
