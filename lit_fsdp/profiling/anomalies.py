@@ -26,15 +26,17 @@ KINDS = {
 }
 _MAX_SAMPLES = 32  # named in a message
 _MAD_TO_SIGMA = 1.4826  # of a normal distribution
+_UPPER, _UPPER_TO_SIGMA = 0.95, 1 / 1.6449  # the same of what lies between the median and this share of the values
 _MIN_RELATIVE_SIGMA = 0.01
 
 
 class SpikeDetector:
     """Judges each number by the ones before it: a spike lies a number of standard deviations above their median.
 
-    The deviation is estimated by the median absolute deviation, so that one spike does not hide the next, and is taken
-    to be at least 1 % of the median: a run that hardly varies shall not stop at noise. All finite numbers are kept,
-    spikes too, so a lasting change is taken as normal after half a window.
+    The deviation is estimated by the median absolute deviation, so that one spike does not hide the next. It is taken
+    to be at least 1 % of the median: a run that hardly varies shall not stop at noise. Where numbers above the median
+    spread wider than those below, as norms of small batches do, it is that of a normal distribution with the same 95th
+    percentile. All finite numbers are kept, spikes too, so a lasting change is taken as normal after half a window.
 
     Args:
         sigmas: How far above the median a spike begins; ``None`` finds none.
@@ -50,9 +52,11 @@ class SpikeDetector:
         """Return above which the next number is a spike."""
         if self.sigmas is None or len(self._values) < self._num_needed:
             return math.inf
-        median = statistics.median(self._values)
-        deviation = statistics.median(abs(value - median) for value in self._values)
-        return median + self.sigmas * max(_MAD_TO_SIGMA * deviation, _MIN_RELATIVE_SIGMA * abs(median))
+        values = sorted(self._values)
+        median = statistics.median(values)
+        deviation = _MAD_TO_SIGMA * statistics.median(abs(value - median) for value in values)
+        upper = _UPPER_TO_SIGMA * (values[int(_UPPER * (len(values) - 1))] - median)
+        return median + self.sigmas * max(deviation, upper, _MIN_RELATIVE_SIGMA * abs(median))
 
     def add(self, value: float) -> None:
         """Look back at this number from now on."""

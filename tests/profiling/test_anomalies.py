@@ -1,4 +1,5 @@
 import math
+import random
 
 from lit_fsdp.profiling.anomalies import SpikeDetector
 
@@ -18,6 +19,15 @@ def test_only_what_stands_out_from_the_window_is_a_spike() -> None:
     noisy[3] = noisy[30] = noisy[31] = 9.0  # the first comes before there is anything to compare it with
     assert find_spikes(noisy, SpikeDetector(6.0, 16)) == [30, 31]
     assert find_spikes(noisy, SpikeDetector(None, 16)) == []
+
+
+def test_norms_of_small_batches_which_spread_upward_are_no_spikes() -> None:
+    draw = random.Random(0)
+    skewed = [draw.lognormvariate(0.0, 0.6) for _ in range(5000)]
+    assert len(find_spikes(skewed, SpikeDetector(6.0, 128))) <= 3  # by the absolute deviation alone 34
+    for place in range(1000, 1100, 20):  # five in one window hide none of each other
+        skewed[place] = 20.0
+    assert {*range(1000, 1100, 20)} <= {*find_spikes(skewed, SpikeDetector(6.0, 128))}
 
 
 def test_a_change_that_lasts_becomes_normal() -> None:
