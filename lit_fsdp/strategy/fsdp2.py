@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.plugins.precision import Precision
@@ -105,6 +106,7 @@ from lit_fsdp.strategy.rebinding import (
 from lit_fsdp.strategy.retried_step import RetriedSteps, check_retries
 from lit_fsdp.strategy.roll_call import compare_in_group
 from lit_fsdp.strategy.run_settings import RUN_SETTINGS, collect_run_settings, warn_of_changes
+from lit_fsdp.strategy.slurm import find_own_tasks
 from lit_fsdp.strategy.trainer_settings import (
     check_learning_rate_finder,
     check_trainer,
@@ -327,7 +329,19 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         if self.cluster_environment.creates_processes_externally and self.parallel_devices:
-            self.parallel_devices = self.parallel_devices[: count_started(len(self.parallel_devices), os.environ)]
+            started = count_started(
+                len(self.parallel_devices),
+                self.num_nodes,
+                num_found=type(self.accelerator).auto_device_count(),  # type: ignore[union-attr]
+                environ=os.environ,
+                tasks=find_own_tasks() if isinstance(self.cluster_environment, SLURMEnvironment) else None,
+            )
+            if started < len(self.parallel_devices):
+                rank_zero.rank_zero_warn(
+                    f"devices: {started} of {len(self.parallel_devices)} on this node are used, one by each process "
+                    "that was started; the others stay idle"
+                )
+            self.parallel_devices = self.parallel_devices[:started]
         if not self.cluster_environment.creates_processes_externally:
             is_forked = is_notebook() and self.num_processes * self.num_nodes > 1
             forks = NotebookLauncher(self, num_nodes=self.num_nodes) if is_forked else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from lit_fsdp.strategy.slurm import Tasks
@@ -32,18 +33,8 @@ def choose_processes(
     setting that disagrees is refused before anything starts, as it would hang in the first collective. Where
     ``devices`` is ``"auto"`` and there is only a CPU, ``cpu_processes`` is taken.
     """
-    if is_torchrun(environ):  # also where srun has started torchrun
-        local, total = int(environ["LOCAL_WORLD_SIZE"]), int(environ["WORLD_SIZE"])
-        nodes = int(environ.get("GROUP_WORLD_SIZE", total // local))  # others' may not be there
-        if local * nodes != total:
-            raise ValueError(
-                f"torchrun started {local} processes on this node, of {total} on {nodes} nodes: expected as many on "
-                "each node: use the same --nproc-per-node on all"
-            )
-        return _take_started(devices, num_nodes, local, nodes, "torchrun", ("--nproc-per-node", "--nnodes"))
-    if tasks is not None:
-        options = ("--ntasks-per-node", "--nodes")
-        return _take_started(devices, num_nodes, tasks.per_node, tasks.nodes, "SLURM", options)
+    if (started := _find_started(environ, tasks)) is not None:
+        return _take_started(devices, num_nodes, started)
     if count_devices(devices) is None and cpu_processes is not None and not has_accelerator:
         if not 1 <= cpu_processes <= _MOST_PROCESSES:
             expected = "1 or more" if cpu_processes < 1 else f"{_MOST_PROCESSES} or less"
@@ -52,21 +43,38 @@ def choose_processes(
     return devices, num_nodes
 
 
-def count_started(num_devices: int, environ: Mapping[str, str]) -> int:
+def count_started(
+    num_devices: int, num_nodes: int, *, num_found: int, environ: Mapping[str, str], tasks: Tasks | None = None
+) -> int:
     """Return how many ranks this node has where the Trainer of a script counted its devices.
 
-    torchrun may have started fewer than there are GPUs.
+    A launcher may have started fewer than the Trainer finds by itself, as on a part of the GPUs; one node counts as
+    not set.
+
+    Args:
+        num_devices: That the Trainer has.
+        num_nodes: Likewise.
+        num_found: How many it has with ``devices="auto"``.
+        environ: Of this process.
+        tasks: Of SLURM, if that has started it.
 
     Raises:
-        ValueError: It has started more.
+        ValueError: It has started another number of them.
     """
-    started = int(environ["LOCAL_WORLD_SIZE"]) if is_torchrun(environ) else num_devices
-    if started > num_devices:
-        raise ValueError(
-            f"devices: got {num_devices}: torchrun started {started} processes on this node: give the Trainer "
-            f"devices={started}, or use --nproc-per-node={num_devices}"
-        )
-    return started
+    if (started := _find_started(environ, tasks)) is None:
+        return num_devices
+    for name, given, count, option in (
+        ("devices", num_devices, started.local, started.options[0]),
+        ("num_nodes", num_nodes, started.nodes, started.options[1]),
+    ):
+        is_left_open = given == 1 if name == "num_nodes" else given == num_found > count
+        if given != count and not is_left_open:
+            what = "processes on this node" if name == "devices" else "nodes"
+            raise ValueError(
+                f"{name}: got {given}: {started.launcher} started {count} {what}: give the Trainer {name}={count}, or "
+                f"use {option}={given}"
+            )
+    return started.local
 
 
 def describe_shared_cores(num_processes: int) -> str | None:
@@ -93,21 +101,45 @@ def _count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _take_started(
-    devices: Any, num_nodes: int, local: int, nodes: int, launcher: str, options: tuple[str, str]
-) -> tuple[Any, int]:
+@dataclass(frozen=True, kw_only=True)
+class _Started:
+    """What a launcher has started: processes on this node, on how many nodes, and its options for both."""
+
+    local: int
+    nodes: int
+    launcher: str
+    options: tuple[str, str]
+
+
+def _find_started(environ: Mapping[str, str], tasks: Tasks | None) -> _Started | None:
+    if is_torchrun(environ):  # also where srun has started torchrun
+        local, total = int(environ["LOCAL_WORLD_SIZE"]), int(environ["WORLD_SIZE"])
+        nodes = int(environ.get("GROUP_WORLD_SIZE", total // local))  # others' may not be there
+        if local * nodes != total:
+            raise ValueError(
+                f"torchrun started {local} processes on this node, of {total} on {nodes} nodes: expected as many on "
+                "each node: use the same --nproc-per-node on all"
+            )
+        return _Started(local=local, nodes=nodes, launcher="torchrun", options=("--nproc-per-node", "--nnodes"))
+    if tasks is None:
+        return None
+    options = ("--ntasks-per-node", "--nodes")
+    return _Started(local=tasks.per_node, nodes=tasks.nodes, launcher="SLURM", options=options)
+
+
+def _take_started(devices: Any, num_nodes: int, started: _Started) -> tuple[Any, int]:
     count = count_devices(devices)
-    if count not in (None, local):
+    if count not in (None, started.local):
         raise ValueError(
-            f"trainer.devices: got {devices}: {launcher} started {local} processes on this node: "
-            f"expected {local}, or leave it out, or use {options[0]}={count}"
+            f"trainer.devices: got {devices}: {started.launcher} started {started.local} processes on this node: "
+            f"expected {started.local}, or leave it out, or use {started.options[0]}={count}"
         )
-    if num_nodes not in (1, nodes):
+    if num_nodes not in (1, started.nodes):
         raise ValueError(
-            f"trainer.num_nodes: got {num_nodes}: {launcher} started {nodes} nodes: "
-            f"expected {nodes}, or leave it out, or use {options[1]}={num_nodes}"
+            f"trainer.num_nodes: got {num_nodes}: {started.launcher} started {started.nodes} nodes: "
+            f"expected {started.nodes}, or leave it out, or use {started.options[1]}={num_nodes}"
         )
-    return (local if count is None else devices), nodes
+    return (started.local if count is None else devices), started.nodes
 
 
 def count_devices(devices: Any) -> int | None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 from launches import OURS, Ended, find_free_port, fork_ranks, run_processes, torchrun, write_run
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from lit_fsdp import FSDP2Strategy, Mesh
@@ -72,6 +73,8 @@ def test_under_slurm_the_trainer_starts_no_processes(monkeypatch: pytest.MonkeyP
         "SLURM_NTASKS": "4",
         "SLURM_NTASKS_PER_NODE": "2",
         "SLURM_NNODES": "2",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
         "SLURM_JOB_ID": "17",
         "SLURM_JOB_NAME": "train",
         "SLURM_NODELIST": "n[7-8]",
@@ -88,6 +91,14 @@ def test_under_slurm_the_trainer_starts_no_processes(monkeypatch: pytest.MonkeyP
     assert isinstance(strategy.cluster_environment, SLURMEnvironment)
     assert strategy.launcher is None
     assert (trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank) == (4, 3, 1, 1)
+    for given, expected in {
+        "devices=1": r"devices: got 1: SLURM started 2 processes on this node: .* --ntasks-per-node=1",
+        "devices=4": r"devices: got 4: SLURM started 2 processes on this node: give the Trainer devices=2, or use",
+        "num_nodes=3": r"num_nodes: got 3: SLURM started 2 nodes: give the Trainer num_nodes=2, or use --nodes=3",
+    }.items():
+        name, _, value = given.partition("=")
+        with pytest.raises(ValueError, match=expected):
+            pl.Trainer(**{"accelerator": "cpu", "devices": 2, "strategy": FSDP2Strategy()} | {name: int(value)})
 
 
 def test_ranks_of_a_node_are_those_that_torchrun_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,9 +106,17 @@ def test_ranks_of_a_node_are_those_that_torchrun_started(monkeypatch: pytest.Mon
     variables = {"RANK": "3", "GROUP_RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}
     for name, value in {**variables, "TORCHELASTIC_RUN_ID": "one"}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(CPUAccelerator, "auto_device_count", staticmethod(lambda: 8))
     strategy = FSDP2Strategy(mesh=Mesh(replicate=-1, shard="node"))
-    pl.Trainer(accelerator="cpu", devices=8, strategy=strategy, logger=False, enable_checkpointing=False)
+    pl.Trainer(accelerator="cpu", strategy=strategy, logger=False, enable_checkpointing=False)
     assert (strategy.num_processes, strategy.mesh_sizes.replicate, strategy.mesh_sizes.shard) == (2, 2, 2)
+    for name in ("RANK", "GROUP_RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    with pytest.warns(UserWarning, match="2 of 8 on this node are used, one by each process that was started"):
+        pl.Trainer(accelerator="cpu", strategy=FSDP2Strategy(), logger=False)
+    monkeypatch.setattr(CPUAccelerator, "auto_device_count", staticmethod(lambda: 1))
+    with pytest.raises(ValueError, match=r"devices: got 8: torchrun started 2 processes on this node: .* devices=2,"):
+        pl.Trainer(accelerator="cpu", devices=8, strategy=FSDP2Strategy(), logger=False)
     with pytest.raises(ValueError, match=r"devices: got 1: torchrun started 2 processes on this node: .* devices=2,"):
         pl.Trainer(accelerator="cpu", strategy=FSDP2Strategy(), logger=False, enable_checkpointing=False)
 
