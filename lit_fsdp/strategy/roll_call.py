@@ -36,10 +36,12 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: i
 from torch.distributed.distributed_c10d import _get_default_store
 
 from lit_fsdp.sharding.mesh import gather_objects
+from lit_fsdp.strategy.elastic import find_agent, has_agent_store
 from lit_fsdp.strategy.slurm import choose_port, find_own_tasks
 
 _POLL_S = (0.001, 0.1)  # the first pause and the longest
 _GRACE_S = 5.0  # for what takes a moment once its other end is there
+_REFUSED = "lit_fsdp/refused"  # the line of a rank that will not come
 _UNKNOWN_S = 10.0  # until a name that no server knows is taken for wrong
 
 PLACE = "a path"  # in the JSON of a fact, whatever it is on another rank: what lies there differs between nodes
@@ -151,10 +153,12 @@ def call_roll(
         RuntimeError: Some did not come; names those that did and those that are missing.
         ValueError: They start with different things, or two came as the same rank.
     """
-    store = PrefixStore(f"lit_fsdp/start_{world_size}/{next(_calls)}", store)
+    whole, store = store, PrefixStore(f"lit_fsdp/start_{world_size}/{next(_calls)}", store)
     try:
         if own.rank == 0:
-            name, present = _lead(store, own, world_size, timeout_s, find_lost, advice)
+            name, present = _lead(
+                store, own, world_size, timeout_s, lambda: find_lost() or _take_refusal(whole), advice
+            )
             for line in describe_notes(present):
                 say(line)
         else:
@@ -162,6 +166,20 @@ def call_roll(
     except DistError as error:  # no answer from the store
         raise RuntimeError(f"the connection to rank 0 was lost while the ranks started ({error})") from error
     return PrefixStore(f"{name}/run", store)
+
+
+def _starts_again() -> bool:
+    """Whether this rank may start again in the same store, where its next roll call would find what it leaves."""
+    agent = find_agent(os.environ)
+    return has_agent_store(os.environ) and (agent is None or agent.num_restarts < agent.max_restarts)
+
+
+def _take_refusal(store: Store) -> str | None:
+    if not store.check([_REFUSED]):
+        return None
+    line = store.get(_REFUSED).decode()
+    store.delete_key(_REFUSED)
+    return line
 
 
 def get_store(name: str) -> Store:
@@ -173,7 +191,8 @@ def share_refusal(line: str, patience_s: float, say: Callable[[str], None]) -> b
     """Tell the other ranks in which line this one ends, and return whether it is said: rank 0 says it for all.
 
     False where ranks have no store in common, or lose it: a line that is told twice is better than one that is lost.
-    Uses the store of the process group, else that of torchrun's agent, or one of rank 0 where there is none.
+    Uses the store of the process group, else that of torchrun's agent, or one of rank 0 where there is none. A line
+    that only this rank has ends the roll call of the others, where it will not be started again.
 
     Args:
         line: Of this rank.
@@ -193,12 +212,15 @@ def share_refusal(line: str, patience_s: float, say: Callable[[str], None]) -> b
             store = get_store("refusals")
         else:
             name = f"refusals_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"  # agents may keep earlier ones
-            store = PrefixStore(name, open_store(place.address, place.port, rank=rank, timeout_s=patience_s))
+            whole = open_store(place.address, place.port, rank=rank, timeout_s=patience_s)
+            store = PrefixStore(name, whole)
         if rank == 0:
             store.set("0", line)
             wait_until(lambda: not store.check(["0"]), patience_s)
             return True
         is_told = wait_until(lambda: store.check(["0"]), patience_s) and store.get("0").decode() == line
+        if not is_told and not has_group and not _starts_again():
+            whole.set(_REFUSED, f"rank {rank} on {socket.gethostname()} ended: {line}")
         # The last one leaves nothing behind: ranks that start again with the same count would find it.
         if store.add("readers", 1) == world_size - 1:
             store.delete_key("readers")

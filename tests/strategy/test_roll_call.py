@@ -192,6 +192,15 @@ def test_the_first_rank_says_the_line_of_all_where_no_agent_has_a_store(
     assert share(tmp_path, find_free_port(), 1, launcher=launcher) == [False]  # only one has something to say
 
 
+def test_a_rank_that_ends_alone_before_it_signs_in_ends_the_roll_call_unless_it_starts_again(tmp_path: Path) -> None:
+    store = TCPStore("127.0.0.1", port := find_free_port(), is_master=True, wait_for_workers=False)
+    agent = TORCHRUN | {"TORCHELASTIC_MAX_RESTARTS": "1", "GROUP_WORLD_SIZE": "3"}
+    for count, line in {"0": "1 of 3 ranks came within", "1": "^rank 1 on .* ended: the same$"}.items():
+        assert share(tmp_path, port, 1, launcher=agent | {"TORCHELASTIC_RESTART_COUNT": count}) == [False]
+        with pytest.raises(RuntimeError, match=line):
+            call_roll(store, sign_in(0, {}), world_size=3, timeout_s=0.3 if count == "0" else 30)
+
+
 def meet(store: Store, rank: int, count: int, timeout_s: float) -> str:
     """Return whether a rank of torchrun finds the others, or the line it ends with."""
     try:
