@@ -27,6 +27,15 @@ class UnwritableError(ValueError):
     """A disk is full, or may not be written to."""
 
 
+class DiskFullError(RuntimeError):
+    """A rank found a disk or quota full while it wrote."""
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether a disk, or a quota that no free space tells of, takes no more."""
+    return isinstance(error, DiskFullError) or (isinstance(error, OSError) and error.errno in _FULL)
+
+
 def describe_special_file(path: Path) -> str | None:
     """Return what is wrong with a link to nothing, and with pipes and devices, which cannot be read twice."""
     if path.is_symlink() and not path.exists():

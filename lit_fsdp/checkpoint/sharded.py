@@ -56,7 +56,7 @@ from lit_fsdp.checkpoint.space import SHARED, wait_for
 from lit_fsdp.checkpoint.staging import has_gpu_tensors
 from lit_fsdp.checkpoint.untrusted import load_plain, load_state, read_metadata
 from lit_fsdp.errors import join_names
-from lit_fsdp.files import sync_path
+from lit_fsdp.files import DiskFullError, is_disk_full, sync_path
 from lit_fsdp.quantization.layers import iterate_quantized
 from lit_fsdp.sharding.mesh import DataRanks, gather_objects
 from lit_fsdp.sharding.random_state import (
@@ -302,8 +302,8 @@ def read_random_state(
 def agree(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
     """Run ``work`` on every rank; return all results by rank, or raise on all ranks what failed on one.
 
-    Without it the others would wait in the next collective for a rank that is gone. A ``ValueError`` stays one, other
-    errors become ``RuntimeError``.
+    Without it the others would wait in the next collective for a rank that is gone. A ``ValueError`` stays one, that of
+    a full disk becomes ``DiskFullError``, others become ``RuntimeError``.
     """
     error: Exception | None = None
     result: Any = None
@@ -315,13 +315,20 @@ def agree(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list
         if error is not None:
             raise error
         return [result]
-    said = None if error is None else (isinstance(error, ValueError), str(error) or type(error).__name__)
+    said = None if error is None else (_choose_kind(error), str(error) or type(error).__name__)
     boxes = gather_objects((said, result), group)
     for rank, (failed, _) in enumerate(boxes):
         if failed is not None:
-            is_value_error, text = failed
-            raise (ValueError(text) if is_value_error else RuntimeError(f"rank {rank}: {text}")) from error
+            kind, text = failed
+            raise kind(text if kind is ValueError else f"rank {rank}: {text}") from error
     return [result for _, result in boxes]
+
+
+def _choose_kind(error: Exception) -> type[Exception]:
+    """Return as what all ranks raise an error of one."""
+    if isinstance(error, ValueError):
+        return ValueError
+    return DiskFullError if is_disk_full(error) else RuntimeError
 
 
 def to_plain(value: Any, name: str = "checkpoint", *, copies: bool = True) -> Any:
@@ -420,7 +427,8 @@ def _plain_errors(path: Location) -> Iterator[None]:
             yield
     except CheckpointException as error:  # a BaseException: no `except Exception` would see it
         rank, (cause, _) = min(error.failures.items())
-        raise RuntimeError(f"{path} could not be written: rank {rank}: {cause}") from error
+        kind = DiskFullError if is_disk_full(cause) else RuntimeError
+        raise kind(f"{path} could not be written: rank {rank}: {cause}") from error
 
 
 def _take_out_unstepped(

@@ -42,6 +42,7 @@ from lit_fsdp.checkpoint.space import (
     measure_free,
 )
 from lit_fsdp.checkpoint.staging import Stager
+from lit_fsdp.files import DiskFullError, is_disk_full
 from lit_fsdp.sharding.mesh import DataRanks, make_group
 from lit_fsdp.sharding.random_state import collect_random_state
 
@@ -196,7 +197,8 @@ class CheckpointWriter:
     def save(self, path: Location, checkpoint: Mapping[str, Any]) -> bool:
         """Write a checkpoint; all ranks must call it. Returns whether it was, or will be, written.
 
-        Waits for the one in flight. Where the disk has no room, says so and returns, and training goes on.
+        Waits for the one in flight. Where the disk has no room, or a quota of which its free space does not tell, says
+        so and returns, and training goes on.
 
         Args:
             path: Folder or file; one that exists is replaced.
@@ -216,20 +218,22 @@ class CheckpointWriter:
         meta = {key: value for key, value in checkpoint.items() if key not in tensors}
         meta[LEAVES_OUT_FROZEN] = self._leaves_out_frozen
         if missing := self._compute_missing_bytes(path, state):
-            self.skipped.add(path)
-            self.report(
-                f"checkpoint {path} was NOT saved: the disk has {missing / 2**30:.2f} GiB too little; training goes "
-                "on, older checkpoints are kept; free some space before the next one is due"
-            )
+            self._skip(path, f"the disk has {missing / 2**30:.2f} GiB too little")
             return False
         self.skipped.discard(path)
         self.save_number += 1
         if not self.is_async:
-            if self.checkpoint_format == "sharded":
-                save_checkpoint(path, state, meta=meta, save_number=self.save_number, data_ranks=self.data_ranks)
-            else:
-                states = gather_random_states(self.data_ranks)
-                save_single_file(path, {**checkpoint, SAVE_NUMBER: self.save_number, RANDOM_STATES: states})
+            try:
+                if self.checkpoint_format == "sharded":
+                    save_checkpoint(path, state, meta=meta, save_number=self.save_number, data_ranks=self.data_ranks)
+                else:
+                    states = gather_random_states(self.data_ranks)
+                    save_single_file(path, {**checkpoint, SAVE_NUMBER: self.save_number, RANDOM_STATES: states})
+            except (DiskFullError, OSError) as error:  # OSError: of one rank
+                if not is_disk_full(error):
+                    raise
+                self._skip(path, str(error))
+                return False
             self._note_safe()
             return True
         for thread in list(_WRITING):  # of another run in this process, which has the same group
@@ -269,6 +273,9 @@ class CheckpointWriter:
         error, self._error = self._error, None
         if error is not None:
             self.missing = self._in_flight
+            if is_disk_full(error) and self.missing is not None:
+                self._skip(self.missing, str(error))
+                return
             raise RuntimeError(f"saving a checkpoint beside training failed: {error}") from error
         self._note_safe()
 
@@ -276,6 +283,13 @@ class CheckpointWriter:
         """Wait as ``wait`` does, and give the host memory back."""
         self.wait()
         self._stager.release()
+
+    def _skip(self, path: Location, why: str) -> None:
+        self.skipped.add(path)
+        self.report(
+            f"checkpoint {path} was NOT saved: {why}; training goes on, older checkpoints are kept; free some space "
+            "before the next one is due"
+        )
 
     def _note_safe(self) -> None:
         self.missing = None

@@ -1,5 +1,6 @@
 """Damage is found before loading, saving beside training changes nothing, a full disk ends no run."""
 
+import errno
 import os
 import shutil
 import threading
@@ -31,7 +32,7 @@ from training import (
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lit_fsdp import FSDP2Strategy
-from lit_fsdp.checkpoint import manifest
+from lit_fsdp.checkpoint import manifest, sharded
 from lit_fsdp.checkpoint.latest import is_whole
 from lit_fsdp.checkpoint.manifest import (
     ChecksumFileSystem,
@@ -331,6 +332,34 @@ def fail_once(folder: Path, is_async: bool) -> None:
     assert writer.save(folder / "third", state)
     writer.close()
     assert removed == ["first"]
+
+
+def exceed_quota(folder: Path, is_async: bool) -> None:
+    """One rank finds its quota used up, where the disk has room."""
+    reports: list[str] = []
+    writer = CheckpointWriter(is_async=is_async, report=reports.append)
+    state = {"state_dict": {"weight": torch.ones(3)}}
+    assert writer.save(folder / "first", state)
+    writer.wait()
+    with pytest.MonkeyPatch.context() as patch:
+        if torch.distributed.get_rank() == 1:
+            full = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+            patch.setattr(sharded, "_save_plain", Mock(side_effect=full))
+        writer.save(folder / "second", state)
+        writer.wait()
+    assert len(reports) == 1, reports
+    assert "second was NOT saved: rank 1: [Errno 122] Disk quota exceeded; training goes on" in reports[0]
+    assert (writer.missing, writer.skipped) == (folder / "second", {folder / "second"})
+    assert writer.save(folder / "third", state)
+    writer.close()
+    assert (writer.missing, sorted(path.name for path in folder.iterdir())) == (None, ["first", "third"])
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_a_quota_that_free_space_does_not_tell_of_skips_the_save_on_all_ranks_and_the_run_goes_on(
+    tmp_path: Path, is_async: bool
+) -> None:
+    run_ranks(exceed_quota, tmp_path, is_async)
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
