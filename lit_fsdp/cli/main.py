@@ -38,6 +38,8 @@ class Command:
     has_ranks: bool = False
 
 
+_FOLDER_GONE = "the current folder was removed: change to one that is there, also where a new one has its name"
+
 _TRAINER = "lit_fsdp.cli.train:run_trainer"
 
 COMMANDS: dict[str, Command] = {
@@ -146,8 +148,8 @@ def main(args: Sequence[str] | None = None) -> int:
         return 0
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # of all libraries, here and in ranks; tqdm reads it when imported
-    _import_from_current_folder()
     try:
+        _import_from_current_folder()
         return _run_command(args)
     except ConfigError as error:
         if is_debugging():
@@ -163,7 +165,8 @@ def main(args: Sequence[str] | None = None) -> int:
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _leave_closed_output():
             return 1
-        line = describe_exception(error)
+        # In a folder that is gone nothing else that failed can be described.
+        line = f"{_FOLDER_GONE} ({type(error).__name__})" if _is_folder_gone() else describe_exception(error)
         if line is None or is_debugging():
             raise
         _report_once(line)
@@ -251,8 +254,18 @@ def _unfreeze() -> None:
         gc.unfreeze()
 
 
+def _is_folder_gone() -> bool:
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return True
+    return False
+
+
 def _import_from_current_folder() -> None:
     """Let ``class_path: mytask.MyTask`` find ``mytask.py`` here, also from the console script."""
+    if _is_folder_gone():
+        raise ConfigError(_FOLDER_GONE)
     here = str(Path.cwd())
     if "" not in sys.path and here not in sys.path:
         sys.path.insert(0, here)

@@ -144,13 +144,8 @@ def describe_exception(
         return f"accelerator: {line} torch sees none on this machine; set it to auto" if is_gpu_missing else line
     if "OutOfMemoryError" in names or "DefaultCPUAllocator: can't allocate memory" in line:
         return f"out of memory: {line.splitlines()[0]}"  # where it was is in the report
-    if killed := _KILLED_WORKER.search(line):
-        return f"{killed[0]}: the kernel does so when host memory runs out; set num_workers of the data lower"
-    if late := _LATE_CHECK.search(line):  # Lightning knows it once the data is there
-        return (
-            f"trainer.val_check_interval: got {late[1]}: an epoch has {late[2]} batches: set it to {late[2]} or less, "
-            "or check_val_every_n_epoch: null, to count batches of all epochs"
-        )
+    if (meaning := _describe_known(line)) is not None:
+        return meaning
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
@@ -162,7 +157,26 @@ def describe_exception(
     return line if is_refusal or isinstance(error, FileNotFoundError | ImportError) else None
 
 
+def _describe_known(line: str) -> str | None:
+    """Return what some lines of others mean."""
+    if killed := _KILLED_WORKER.search(line):
+        return f"{killed[0]}: the kernel does so when host memory runs out; set num_workers of the data lower"
+    if late := _LATE_CHECK.search(line):  # Lightning knows it once the data is there
+        return (
+            f"trainer.val_check_interval: got {late[1]}: an epoch has {late[2]} batches: set it to {late[2]} or less, "
+            "or check_val_every_n_epoch: null, to count batches of all epochs"
+        )
+    if line == "Could not determine home directory.":  # of pathlib, also for the user in ~user
+        return (
+            "a path begins with ~, such as that of the cache (LIT_FSDP_CACHE), and no home folder is known for it: set "
+            "HOME, or write the whole path"
+        )
+    return None
+
+
 def _is_inside(filename: str, packages: Iterable[str]) -> bool:
+    if not Path(filename).is_absolute():  # of no file, such as <frozen posixpath>
+        return False
     folders = [folder for package in packages for folder in getattr(sys.modules.get(package), "__path__", ())]
     # Of ours, two folders are links to their neighbours.
     roots = {Path(folder, name).resolve() for folder in folders for name in ("", "tasks", "callbacks")}

@@ -282,6 +282,24 @@ def test_commands_that_do_not_exist_are_refused_with_the_nearest(capsys: pytest.
     ]
 
 
+def test_a_folder_that_was_removed_and_a_home_that_nobody_knows_are_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    for code, remove_at in enumerate(("lit_fsdp.cli.main._run_command", ""), start=1):
+        gone.mkdir()
+        monkeypatch.chdir(gone)
+        if remove_at:  # while it runs
+            monkeypatch.setattr(remove_at, lambda _: (gone.rmdir(), Path("x").resolve()))
+        else:
+            gone.rmdir()
+        assert main(["fit"]) == code
+        assert capsys.readouterr().err.startswith("error: the current folder was removed: change to one that is there")
+    with pytest.raises(RuntimeError) as unknown:
+        Path("~no.such.user/x.jsonl").expanduser()
+    assert "no home folder is known for it: set HOME" in (describe_exception(unknown.value) or "")
+
+
 def test_files_merge_deeply_and_options_win(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "first.yaml").write_text("trainer: {max_steps: 7, precision: bf16-true}\nrun_name: first\n")
     (folder / "second.yaml").write_text("trainer: {max_steps: 9}\nmodel: {init_args: {size: {width: 5}}}\n")
