@@ -28,9 +28,10 @@ from lit_fsdp.quantization.kernels import load_kernels
 from lit_fsdp.quantization.quantize import Quantization, dequantize, multiply
 
 ABSMAX, NESTED = "_absmax", "_nested"  # what stands beside the codes of a weight
-_READ_OUTSIDE = "the module around it reads its weight"
+_READ_OUTSIDE, _CAST_OUTSIDE = "the module around it reads its weight", "its input is cast to the dtype of its weight"
 _READ = re.compile(r"\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape))")
 _PASSED = re.compile(r"\w=self\.(\w+)\.weight\b(?!\.)")
+_CAST = re.compile(r"\.to\((?:dtype=)?self\.(\w+)\.weight\.dtype\b")
 
 
 class QuantizedLayer(nn.Module):
@@ -158,12 +159,13 @@ def quantize_model(model: nn.Module, settings: Quantization, *, keep: Sequence[s
     skipped = _find_skipped(model, settings, candidates) | {n for n in candidates if is_named(n, keep)}
     num_owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     left = _list_unknown(model, candidates, (*(settings.skip_modules or ()), *keep))
-    read, done = list_read(model), 0
+    read = dict.fromkeys(_list_cast(model), _CAST_OUTSIDE) | dict.fromkeys(list_read(model), _READ_OUTSIDE)
+    done = 0
     for name, module in candidates.items():
         if name in skipped:
             continue
         weights = {key: p for key, p in module.named_parameters(recurse=False) if _is_weight(key, p)}
-        if reason := _READ_OUTSIDE if name in read else _find_obstacle(weights, settings, num_owners):
+        if reason := read.get(name) or _find_obstacle(weights, settings, num_owners):
             left.append(f"{name} ({reason})")
             continue
         if isinstance(module, nn.Linear):
@@ -210,25 +212,44 @@ def list_read(model: nn.Module) -> set[str]:
     does Jamba unless Transformers has quantized it (``_is_quantized``), and so do kernels that are passed a weight by
     name, as ``outproj_weight`` of Mamba 2 is, where the layer is called without them.
     """
-    kinds: dict[str, Any] = {
-        name: type(module)
-        for name, module in model.named_modules()
-        if type(module).__module__.startswith("transformers.models.") and not hasattr(module, "_init_weights")
-    }
+    kinds = {name: kind for name, kind in _list_kinds(model).items() if not hasattr(kind, "_init_weights")}
     return {f"{name}.{key}".removeprefix(".") for name, kind in kinds.items() for key in _list_read_by(kind)}
+
+
+def _list_cast(model: nn.Module) -> set[str]:
+    """Return the layers whose input is cast to the dtype of their weight, as by some indexers and heads."""
+    kinds = _list_kinds(model)
+    return {f"{name}.{key}".removeprefix(".") for name, kind in kinds.items() for key in _list_cast_by(kind)}
+
+
+def _list_kinds(model: nn.Module) -> dict[str, Any]:
+    modules = model.named_modules()
+    return {name: type(m) for name, m in modules if type(m).__module__.startswith("transformers.models.")}
 
 
 @cache
 def _list_read_by(kind: Any) -> set[str]:
-    code = ""
-    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
-        for function in filter(inspect.isfunction, vars(base).values()):
-            with suppress(OSError):  # without a file
-                code += inspect.getsource(function)
+    code = _get_code(kind)
     read, called = {*_READ.findall(code)}, r"\bself\.{}\b(?!\.(?:weight|bias)| =)"
     if "_is_quantized" not in code:
         read = {name for name in read if not re.search(called.format(name), code)}
     return {*read, *_PASSED.findall(code)}
+
+
+@cache
+def _list_cast_by(kind: Any) -> set[str]:
+    code = _get_code(kind)
+    return {name for name in _CAST.findall(code) if f"self.{name}.weight.dtype != torch.uint8" not in code}
+
+
+def _get_code(kind: Any) -> str:
+    code = ""
+    for base in kind.__mro__:
+        if base.__module__.startswith("transformers.models."):
+            for function in filter(inspect.isfunction, vars(base).values()):
+                with suppress(OSError):  # without a file
+                    code += inspect.getsource(function)
+    return code
 
 
 def _find_skipped(model: nn.Module, settings: Quantization, candidates: dict[str, nn.Module]) -> set[str]:
@@ -301,6 +322,8 @@ def _find_obstacle(weights: Mapping[str, nn.Parameter], settings: Quantization, 
             return "its weight is that of another layer too"
         if settings.type != "int8" and weight.shape[-1] % settings.block_size:
             return f"its rows of {weight.shape[-1]} do not divide into blocks of {settings.block_size}"
+        if settings.type == "int8" and weight.shape[-1] <= 4:  # as those that Gemma 3n clamps in place
+            return f"its rows of {weight.shape[-1]} and their scale take as much as in 16 bits"
     return ""
 
 

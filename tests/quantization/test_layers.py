@@ -7,7 +7,9 @@ import torch
 from models import LANGUAGE_MODELS, build_language_model, dequantize_model, make_tokens
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma3nTextConfig, HYV4Config
+from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextAltUp
+from transformers.models.hy_v4.modeling_hy_v4 import HYV4Indexer
 
 from lit_fsdp.adapters.inject import list_left_out
 from lit_fsdp.adapters.lora import LoRA
@@ -97,6 +99,18 @@ def test_layers_that_a_model_keeps_in_float32_stay_as_transformers_leaves_them(s
     assert any(name.endswith("indexer.weights_proj") for name in list_quantizable(model))
     quantize_model(model, Quantization(type="int8", skip_modules=skip))
     assert "weights_proj" not in list_quantized(model) >= {"wq_b", "q_b_proj"}
+
+
+def test_layers_whose_codes_a_model_would_cast_to_or_clamp_stay_dense() -> None:
+    """Indexers, as that of HunYuan 4, and heads cast to the dtype of their weight; Gemma 3n clamps small ones."""
+    indexer = HYV4Indexer(HYV4Config(hidden_size=64, q_lora_rank=64, index_head_dim=64, index_n_heads=2), 0)
+    left = quantize_model(nn.ModuleDict({"indexer": indexer}).to("meta"), Quantization())
+    assert left == ["indexer.weights_proj (its input is cast to the dtype of its weight)"]
+    left = quantize_model(build_on_meta("xlstm"), Quantization(type="int8", skip_modules=[]))
+    assert "lm_head (its input is cast to the dtype of its weight)" in left
+    altup = nn.ModuleDict({"altup": Gemma3nTextAltUp(Gemma3nTextConfig(hidden_size=64))}).to("meta")
+    assert len(quantize_model(altup, Quantization(type="int8"))) == 2
+    assert list_quantized(altup) == {"modality_router"}
 
 
 class Doubled(nn.Linear):
