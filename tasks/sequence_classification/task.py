@@ -322,7 +322,8 @@ def _list_head(model: PreTrainedModel, head: list[str], pretrained: str | None) 
     base = f"{model.base_model_prefix}."
     own = list(dict.fromkeys(name.rpartition(".")[0] for name, _ in model.named_parameters()))
     if any(name.startswith(base) for name in own):
-        head = [name for name in own if not name.startswith(base)]  # also layers between
+        # Also layers between. The base itself is none, though that of XLNet has parameters of its own.
+        head = [name for name in own if not f"{name}.".startswith(base)]
     poolers = [name for name in own if "pooler" in name and name not in head]
     if pretrained is None or not poolers:
         return head, []

@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.export.model import export_model
-from lit_fsdp.tasks import LabeledTextData, SequenceClassification, TextTask, TrainTokenizer
+from lit_fsdp.tasks import LabeledTextData, Optimizer, SequenceClassification, TextTask, TrainTokenizer
 
 NUM_ROWS = NUM_STEPS * GLOBAL_BATCH
 TEXTS = [f"{'word ' * (i % 7)}the number {i} comes after the number {i - 1}." for i in range(NUM_ROWS)]
@@ -362,6 +362,21 @@ def test_texts_without_the_end_token_that_a_model_reads_them_at_are_refused_in_a
         ValueError, match=r"^model: T5ForSequenceClassification refuses a batch: .* <eos> token\.: take a"
     ):
         task.compute_logits(batch)
+
+
+@pytest.mark.full
+def test_a_new_head_leaves_a_base_that_has_parameters_of_its_own(tmp_path: Path) -> None:
+    """The base of XLNet holds its mask itself, as that of LayoutLMv3 does its first token."""
+    start = save_start(tmp_path / "start", XLNET, "single_label_classification")
+    task = SequenceClassification(pretrained=start, head="new", optimizer=Optimizer(learning_rate=1e-9))
+    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=1, **options)
+    trainer.fit(task, datamodule=make_data(tmp_path / "start", "single_label_classification", num_ranks=1))
+    assert task.model is not None
+    stored = AutoModelForSequenceClassification.from_pretrained(start).state_dict()
+    changed = {name for name, p in task.model.named_parameters() if float((p - stored[name]).abs().max()) > 1e-6}
+    assert changed >= {"logits_proj.weight"}
+    assert not any(name.startswith("transformer.") for name in changed)
 
 
 def test_a_new_t5_begins_its_decoder_with_the_padding_as_all_t5_do() -> None:
