@@ -41,11 +41,13 @@ def run_doctor(args: Sequence[str]) -> int:
 
 def examine() -> int:
     """Look at versions, GPUs, disks and the network of this machine. Nothing is started or changed."""
-    machine = read_machine()
+    machine, problem = read_machine(), _start_cuda()
     broken = list_broken(requires("lit_fsdp") or [])
-    rows = [*list_versions(machine), ("host", format_host(machine)), *_list_gpus(), *_list_disks()]
+    gpus = [("GPUs", "cannot be used")] if problem else _list_gpus()
+    rows = [*list_versions(machine), ("host", format_host(machine)), *gpus, *_list_disks()]
     print_table(Table(title="This machine", columns=(), rows=rows))
-    warnings = [*_check_gpus(machine), *_check_disks(), *_check_network(), *_check_limits()]
+    of_gpus = [f"CUDA does not start: {problem}"] if problem else _check_gpus(machine)
+    warnings = [*of_gpus, *_check_disks(), *_check_network(), *_check_limits()]
     extras = list_extras(requires("lit_fsdp") or [], metadata("lit_fsdp").get_all("Provides-Extra") or [])
     for extra, missing in extras.items():
         state = f"not installed: {', '.join(missing)}: pip install 'lit_fsdp[{extra}]'" if missing else "installed"
@@ -97,6 +99,19 @@ def _is_installed(package: str) -> bool:
     except PackageNotFoundError:
         return False
     return True
+
+
+def _start_cuda() -> str:
+    """Return why the GPUs of the driver cannot be used, as where that is older than torch; empty if they can.
+
+    Before, torch counts GPUs by the driver's library, also those that are then not to be had.
+    """
+    try:
+        if torch.cuda.device_count():
+            torch.cuda.init()
+    except Exception as error:  # noqa: BLE001  whatever it is, this command is asked for it
+        return get_first_line(error)
+    return ""
 
 
 def _list_gpus() -> list[tuple[str, str]]:

@@ -37,6 +37,7 @@ def test_gpus_are_described_with_what_is_wrong_with_them(
 ) -> None:
     cards = [("NVIDIA GeForce RTX 3060", 8, 6, 12), ("NVIDIA T4", 7, 5, 16)]
     cuda: dict[str, Any] = {
+        "init": lambda: None,
         "device_count": lambda: 2,
         "get_device_properties": lambda i: SimpleNamespace(name=cards[i][0], major=cards[i][1], minor=cards[i][2]),
         "mem_get_info": lambda i: ((cards[i][3] - 1) * 2**30, cards[i][3] * 2**30),
@@ -61,11 +62,39 @@ def test_a_gpu_that_is_full_is_described_all_the_same(
 
     card = SimpleNamespace(name="NVIDIA GeForce RTX 3060", major=8, minor=6)
     cuda: dict[str, Any] = {"device_count": lambda: 1, "get_device_properties": lambda _: card, "mem_get_info": read}
-    for name, stand_in in {**cuda, "get_device_capability": lambda _: (8, 6)}.items():
+    for name, stand_in in {**cuda, "init": lambda: None, "get_device_capability": lambda _: (8, 6)}.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     assert main(["doctor"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "NVIDIA GeForce RTX 3060, which cannot be opened (CUDA error: out of memory), compute 8.6" in shown
+
+
+@pytest.mark.parametrize("num_usable", [0, 1], ids=["driver too old", "parts of a card"])
+def test_gpus_that_only_the_driver_counts_are_no_traceback(
+    num_usable: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch asks the driver's library for the number until CUDA has started, which may fail, or find fewer."""
+    counts = [4]
+
+    def start() -> None:
+        if not num_usable:
+            raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020).\nUpdate it.")
+        counts[0] = num_usable
+
+    def read(index: int) -> SimpleNamespace:
+        start()
+        assert index < num_usable, "Invalid device id"
+        return SimpleNamespace(name="NVIDIA A100 MIG 1g.10gb", major=8, minor=0)
+
+    cuda: dict[str, Any] = {"init": start, "device_count": lambda: counts[0], "get_device_properties": read}
+    for name, stand_in in {**cuda, "mem_get_info": lambda _: (2**30, 2**30)}.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    assert main(["doctor"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    if num_usable:
+        assert shown.count("NVIDIA A100 MIG 1g.10gb, 1.0 of 1.0 GiB free, compute 8.0") == 1
+    else:
+        assert "warning: CUDA does not start: The NVIDIA driver on your system is too old (found" in shown
 
 
 @pytest.mark.parametrize(
