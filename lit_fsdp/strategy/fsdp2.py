@@ -39,7 +39,7 @@ from lit_fsdp.checkpoint.sharded import RANDOM_STATES, load_checkpoint, read_ran
 from lit_fsdp.checkpoint.single_file import load_single_file
 from lit_fsdp.checkpoint.space import DiskSpace
 from lit_fsdp.checkpoint.writer import CheckpointFormat, CheckpointWriter
-from lit_fsdp.errors import join_names
+from lit_fsdp.errors import get_first_line, join_names
 from lit_fsdp.optim.overlapped_steps import OverlappedSteps
 from lit_fsdp.optim.sharded_optimizer import refuse_whole_steps
 from lit_fsdp.parsing.mappings import TakesMappings
@@ -398,13 +398,18 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         trainer = self._module.trainer
         self.check_module(self._module)
         check_trainer(trainer)  # before callbacks are set up, some of which copy the module
-        if self.settings.float8 is not None:  # not with the other settings: plans are made on machines without GPUs
-            self.settings.float8.check_machine(self.root_device, self.precision_plugin.mixed_precision)
         if trainer.state.fn == TrainerFn.FITTING:
             # A path given to ``fit`` is not known before the checkpoint is loaded, and that of a run before is there
             # until then, seen in lightning 2.6.6.
             derive_accumulation(trainer, get_data_module(trainer), is_resumed=None)
-        super().setup_environment()
+        try:
+            super().setup_environment()  # which starts CUDA
+        except RuntimeError as error:  # Lightning counts the GPUs of a driver that is too old for torch, too
+            raise ValueError(
+                f"accelerator: {self.root_device} cannot be used; set cpu, or devices that can: {get_first_line(error)}"
+            ) from error
+        if self.settings.float8 is not None:  # not with the other settings: plans are made on machines without GPUs
+            self.settings.float8.check_machine(self.root_device, self.precision_plugin.mixed_precision)
         join_generators()
         reset_seed()
         self.set_world_ranks()

@@ -117,6 +117,17 @@ def test_settings_that_cannot_work_are_refused_when_the_trainer_is_built(
         pl.Trainer(accelerator="cpu", devices=4, strategy=make(), logger=False, **options)
 
 
+def test_a_gpu_that_only_the_driver_counts_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_: torch.device) -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020).\nUpdate it.")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", start)
+    trainer = pl.Trainer(accelerator="auto", devices=1, strategy=FSDP2Strategy(), max_steps=1, logger=False)
+    with pytest.raises(ValueError, match=r"^accelerator: cuda:0 .*set cpu.*: The NVIDIA driver .*\.$"):
+        trainer.fit(BoringModel())
+
+
 def test_the_precision_of_the_trainer_reaches_the_strategy_and_explicit_dtypes_win() -> None:
     strategy = FSDP2Strategy(mixed_precision=MixedPrecision(reduce_dtype="bfloat16"))
     trainer = pl.Trainer(accelerator="cpu", strategy=strategy, precision="bf16-mixed", logger=False)
