@@ -9,6 +9,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from importlib import import_module
@@ -59,7 +60,7 @@ from lit_fsdp.parsing.mappings import find_settings
 from lit_fsdp.parsing.parser import OneLineParser, order_help, prefer_whole_numbers, read_path, refuse_null
 from lit_fsdp.planning.auto_strategy import NAME
 from lit_fsdp.redaction import redact, redact_yaml
-from lit_fsdp.reporting.lost_logs import check_log_folders, guard_loggers, outlive_lost_log
+from lit_fsdp.reporting.lost_logs import check_log_folders, guard_loggers, outlive_lost_log, outlive_lost_output
 from lit_fsdp.sharding.settings import PRESETS
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy  # registers `strategy: fsdp2`
 from lit_fsdp.strategy.launcher import describe_failed, end_for_lost, stop_children
@@ -606,7 +607,8 @@ class TrainerCLI(LightningCLI):
 
     def start(self, subcommand: str) -> None:
         """Start the command, with all that is built and checked."""
-        super()._run_subcommand(subcommand)
+        with outlive_lost_output() if subcommand == "fit" else nullcontext():
+            super()._run_subcommand(subcommand)
 
     def _check_parts(self, subcommand: str) -> None:
         if (check := getattr(self.datamodule, "check_stage", None)) is not None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 from weakref import WeakKeyDictionary
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+
+from lit_fsdp.files import is_disk_full
 
 # All that a Trainer calls of a logger, and that may write.
 _WRITING = ("log_metrics", "log_hyperparams", "log_graph", "save", "finalize", "after_save_checkpoint")
@@ -45,6 +48,57 @@ def outlive_lost_log(trainer: Trainer, what: str, folder: str | Path) -> Iterato
                 stacklevel=3,
             )
         lost.setdefault(what, reason)
+
+
+@contextmanager
+def outlive_lost_output() -> Iterator[None]:
+    """Let a run go on where the file that it prints to takes no more, as on the disk that its checkpoints fill.
+
+    A pipe that nobody reads ends it as before.
+    """
+    whole = sys.stdout
+    lenient: Any = _LenientOutput(whole)
+    sys.stdout = lenient
+    try:
+        yield
+    finally:
+        if sys.stdout is lenient and not lenient.is_lost:  # else Python, which flushes it last, would end with 120
+            sys.stdout = whole
+
+
+class _LenientOutput:
+    """A stream that says once that its disk is full; all else is that of the stream inside."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.is_lost = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._outlive_full_disk():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._outlive_full_disk():
+            self._stream.flush()
+
+    @contextmanager
+    def _outlive_full_disk(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not is_disk_full(error):
+                raise
+            if not self.is_lost:
+                self.is_lost = True
+                warnings.warn(
+                    f"stdout cannot be written to: {error.strerror}: training goes on, but what is printed from here "
+                    "on may be lost",
+                    stacklevel=5,
+                )
 
 
 def list_lost_logs(trainer: Trainer) -> list[str]:

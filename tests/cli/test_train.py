@@ -1,6 +1,8 @@
 """The command line: what it accepts, and that what it refuses ends in one line that helps."""
 
+import errno
 import importlib.util
+import io
 import logging
 import os
 import subprocess
@@ -15,6 +17,7 @@ import yaml
 from lit_fsdp.cli.main import COMMANDS, format_help, main
 from lit_fsdp.cli.messages import describe_exception
 from lit_fsdp.errors import nearest
+from lit_fsdp.reporting.lost_logs import outlive_lost_output
 from lit_fsdp.strategy.processes import choose_processes, describe_idle_cores
 
 ROOT = Path(__file__).parents[2]
@@ -401,6 +404,28 @@ def test_progress_bar_summary_and_monitoring_can_be_switched_off(capfd: pytest.C
     off += ["--trainer.logger=false", "--trainer.enable_checkpointing=false"]
     assert main(["fit", "--config=run.yaml", *off]) == 0
     assert capfd.readouterr().out.strip() == ""
+
+
+@pytest.mark.full
+def test_a_run_goes_on_where_the_file_it_prints_to_is_on_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    number = errno.ENOSPC
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "write", refuse)
+    monkeypatch.setattr(stream, "flush", refuse)
+    monkeypatch.setattr(sys, "stdout", stream)
+    with pytest.warns(
+        UserWarning, match="stdout cannot be written to: No space left on device: training goes"
+    ) as found:
+        code = main(["fit", "--config=run.yaml", "--run_name=full"])
+    assert (code, sum("stdout" in str(warning.message) for warning in found)) == (0, 1)
+    sys.stdout.flush()  # as Python does last, which would end with 120
+    number = errno.EPIPE
+    monkeypatch.setattr(sys, "stdout", stream)
+    with pytest.raises(BrokenPipeError), outlive_lost_output():
+        print("to nobody")
 
 
 def test_an_error_of_the_users_code_keeps_its_traceback() -> None:
