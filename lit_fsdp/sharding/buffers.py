@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lit_fsdp.quantization.layers import iterate_quantized
+from lit_fsdp.sharding.replaced_method import ReplacedMethod
 
 
 @torch.no_grad()
@@ -33,6 +37,31 @@ def sync_buffers(model: nn.Module) -> None:
             buffer.copy_(mean.view_as(buffer))
     if others := _list_others(model, {id(buffer) for buffer in statistics}):
         _broadcast(others)
+
+
+def widen_norms(model: nn.Module, param_dtype: torch.dtype | None) -> None:
+    """Let BatchNorm compute with its weights in the dtype of its running statistics, where they come in another one.
+
+    Its kernels take inputs of 16 bits with all else in float32, as under autocast, but no weights of 16 bits beside
+    such statistics.
+    """
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    for norm in norms:
+        if norm.running_mean is None or norm.weight is None:
+            continue
+        if (param_dtype or norm.weight.dtype) != norm.running_mean.dtype:
+            ReplacedMethod(norm, "forward", partial(_run_widened, norm))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _run_widened(norm: _BatchNorm, forward: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
+    assert norm.running_mean is not None
+    parameters, dtype = dict(norm._parameters), norm.running_mean.dtype
+    norm._parameters.update({name: None if p is None else p.to(dtype) for name, p in parameters.items()})  # type: ignore[misc]
+    try:
+        return forward(values)
+    finally:
+        norm._parameters.update(parameters)
 
 
 def has_statistics_of_ranks(model: nn.Module) -> bool:

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lit_fsdp.adapters.layers import iterate_casting
+from lit_fsdp.sharding.buffers import widen_norms
 from lit_fsdp.sharding.low_bit import (
     GatherBits,
     LowBitAllGather,
@@ -219,6 +220,7 @@ def shard_model(
     _check_dtypes(model, plan, whole)
     check_wire(model, plan, sharding, mp_policy)
     _arrange_memory(model, whole, mesh.device_type)
+    widen_norms(model, mp_policy.param_dtype)
     for layer, matrices in iterate_casting(model):
         layer.compute_dtype = mp_policy.param_dtype if whole.issuperset(matrices) else None
     scalars = replicate_scalars(model, mesh, leave=whole)

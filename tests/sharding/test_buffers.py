@@ -76,6 +76,27 @@ def test_what_is_saved_is_what_was_validated(tmp_path: Path, checkpoint_format: 
     assert second[-1]["own"] == 1
 
 
+def train_in_16_bits() -> None:
+    losses: list[float] = []
+    for precision in ("32-true", "bf16-mixed", "bf16-true"):
+        torch.manual_seed(0)
+        trainer = build_trainer(FSDP2Strategy(print_plan=False), max_steps=3, precision=precision)
+        module = Counting()
+        trainer.fit(module, make_loader())
+        (found,) = trainer.validate(module, make_loader(), verbose=False)
+        losses.append(found["val_loss"])
+        assert module.net[1].running_var.dtype == torch.float32
+        assert module.net[1].weight.dtype == (torch.bfloat16 if precision == "bf16-true" else torch.float32)
+        assert "weight" in dict(module.net[1].named_parameters())
+    assert losses == pytest.approx([losses[0]] * 3, rel=0.05)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_batch_norm_trains_in_16_bits_with_statistics_in_float32(world_size: int) -> None:
+    run_ranks(train_in_16_bits, world_size=world_size)
+
+
 def send_others() -> None:
     rank = dist.get_rank()
     module, norm = nn.Module(), nn.BatchNorm1d(2)
