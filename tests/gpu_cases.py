@@ -103,6 +103,7 @@ CASES = {
     "8-bit adamw offloaded": Case(task={"optimizer": Optimizer(name="adamw_8bit")}, strategy=OFFLOAD | FILE),
     "images, batch norm offloaded, one file": Case(model="resnet", strategy=OFFLOAD | FILE),
     "images, batch norm, saved beside": Case(model="resnet", strategy=BESIDE),
+    "images, batch norm in bfloat16": Case(model="resnet", strategy=BESIDE, trainer={"precision": "bf16-mixed"}),
     "images, vit offloaded": Case(model="vit", strategy=OFFLOAD | BESIDE),
     "experts in nf4 offloaded": Case(model="qwen3_moe", task=QLORA, strategy=OFFLOAD | FILE),
     "monitored": Case(
