@@ -234,7 +234,13 @@ def load_checkpoint(
         )
     if prepare is not None:
         prepare(meta)
-    state: dict[str, Any] = {"state_dict": get_trained_state(model) if is_part else get_model_state_dict(model)}
+    weights = get_trained_state(model) if is_part else get_model_state_dict(model)
+    if not is_part and getattr(model, "restores_frozen", False) and getattr(model, "leaves_out_frozen", True):
+        # Saved before the run had parts that it fills by itself, such as a reference.
+        trained = get_trained_state(model)
+        weights = {n: value for n, value in weights.items() if n in trained or f"state_dict.{n}" in stored}
+        is_part = True
+    state: dict[str, Any] = {"state_dict": weights}
     for i, optimizer in enumerate(optimizers):
         state[f"optimizer_{i}"] = make_loadable_state(model, optimizer, options)
     _check_model(path, state["state_dict"], stored, strict=strict)

@@ -153,6 +153,17 @@ def test_a_resumed_run_is_the_same_bit_for_bit_and_its_export_is_the_model_alone
 
 
 @pytest.mark.full
+def test_a_checkpoint_of_another_reference_goes_on_with_a_second_model(folder: Path, tmp_path: Path) -> None:
+    run_ranks(save, folder, tmp_path, PRECOMPUTED)
+    whole = torch.load(folder / "out.pt")["result"]
+    run_ranks(resume, folder, tmp_path, MODEL)
+    resumed = torch.load(folder / "out.pt")["result"]
+    assert resumed["losses"] == pytest.approx(whole["losses"][2:], abs=1e-6)
+    for name, weight in whole["weights"].items():
+        torch.testing.assert_close(resumed["weights"][name], weight, rtol=0, atol=1e-6)
+
+
+@pytest.mark.full
 def test_a_plan_counts_the_second_model_and_the_second_pass(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
