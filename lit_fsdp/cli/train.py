@@ -644,13 +644,14 @@ class TrainerCLI(LightningCLI):
             if line is not None and isinstance(error, ValueError):
                 line = self._add_path(line)
             # Before it waits for the ranks it started, which wait for what it says.
-            is_lost = _LOST_CONNECTION.search(str(error)) is not None
-            is_told = line is not None and not is_lost and not is_debugging() and share_refusal(line, 2.0, report_error)
+            # A pipe that Python itself finds broken is that of what is printed.
+            found = None if isinstance(error, BrokenPipeError) else _LOST_CONNECTION.search(str(error))
+            is_told = line is not None and not found and not is_debugging() and share_refusal(line, 2.0, report_error)
             # Not in a `finally`: ranks that ended well are still leaving their last collective.
             codes = stop_children(self.trainer.strategy.launcher)
             if is_told:
                 sys.exit(2 if is_refusal(error) else 1)
-            if found := _LOST_CONNECTION.search(str(error)):
+            if found is not None:
                 # The cause is the message of another rank, which a traceback here would bury.
                 raise RuntimeError(f"{describe_failed(codes)} ({found[0]})") from error
             if line is not None and isinstance(error, ValueError) and not is_debugging():

@@ -428,6 +428,17 @@ def test_a_run_goes_on_where_the_file_it_prints_to_is_on_a_full_disk(monkeypatch
         print("to nobody")
 
 
+@pytest.mark.full
+def test_a_run_whose_output_nobody_reads_any_more_ends_and_blames_no_rank(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    monkeypatch.setattr(sys, "stdout", os.fdopen(write, "w"))
+    assert main(["fit", "--config=run.yaml", "--run_name=piped", "--monitoring=false"]) == 1
+    assert errors_in(capfd.readouterr().err) == []
+
+
 def test_an_error_of_the_users_code_keeps_its_traceback() -> None:
     with pytest.raises(ValueError, match="raised by the code of the user"):
         main(["fit", "--config=run.yaml", "--model=tinytask.BuggyTask"])
