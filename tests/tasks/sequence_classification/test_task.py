@@ -29,6 +29,8 @@ from lit_fsdp import FSDP2Strategy
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.export.model import export_model
 from lit_fsdp.tasks import LabeledTextData, Optimizer, SequenceClassification, TextTask, TrainTokenizer
+from lit_fsdp.tasks.sequence_classification.task import CLASSIFIER
+from lit_fsdp.tasks.text_model import check_data
 
 NUM_ROWS = NUM_STEPS * GLOBAL_BATCH
 TEXTS = [f"{'word ' * (i % 7)}the number {i} comes after the number {i - 1}." for i in range(NUM_ROWS)]
@@ -362,6 +364,13 @@ def test_texts_without_the_end_token_that_a_model_reads_them_at_are_refused_in_a
         ValueError, match=r"^model: T5ForSequenceClassification refuses a batch: .* <eos> token\.: take a"
     ):
         task.compute_logits(batch)
+
+
+def test_a_classifier_that_reads_characters_is_refused_with_that_reason() -> None:
+    with pytest.raises(ValueError, match=r"model_type: got 'canine': it reads characters, and no tokens"):
+        check_data(AutoConfig.for_model("canine"), SimpleNamespace(), CLASSIFIER)
+    with pytest.raises(ValueError, match=r"model_type: got 'vit': Transformers has no sequence classifier"):
+        check_data(AutoConfig.for_model("vit"), SimpleNamespace(), CLASSIFIER)
 
 
 @pytest.mark.full
