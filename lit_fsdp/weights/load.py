@@ -222,7 +222,8 @@ def _init_unit(
             where = clean_name(where).removeprefix(".")
             raise ValueError(
                 f"{where}: nothing initializes this parameter; give its module a reset_parameters() that "
-                f"sets {names[id(parameter)]}, or build the model on the CPU"
+                f"sets {names[id(parameter)]}, or build the model on the CPU; of a model of Transformers, whose "
+                "constructor alone draws it, start from weights: set pretrained in place of config"
             )
         writer = writers[id(parameter)]
         writer.write(writer.begin, (full if full.dim() else full.view(1))[writer.begin : writer.end])
