@@ -34,6 +34,8 @@ def check_config_files(args: Sequence[str]) -> list[Path]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("-c", "--config", action="append", nargs="?", default=[])
     given = parser.parse_known_args(list(args))[0].config
+    if any(value is not None and not value.strip() for value in given):
+        raise ConfigError("--config: got no path: expected that of a YAML file")
     # A mapping may be given in place of a file; an option without a value is for the next parser to refuse.
     files = [Path(value).expanduser() for value in given if value and not value.lstrip().startswith("{")]
     for file in files:

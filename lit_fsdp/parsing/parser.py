@@ -235,6 +235,9 @@ class _Refusal:
                 path = _join(self.path, getattr(action, "dest", ""))  # a parser has none
                 setting = getattr(action, "_typehint", None)
                 return dataclasses.replace(inside, path=path, depth=self.depth + 1, setting=setting)
+            case "resolve_help_type":  # private, seen in jsonargparse 4.53: of --<path>.help
+                path = at["option_string"].removeprefix("--").removesuffix(".help")
+                return dataclasses.replace(inside, path=path, setting=at["self"]._typehint)
             case "apply_config":
                 return dataclasses.replace(inside, path=at["dest"])
             case "adapt_class_type":
@@ -256,7 +259,7 @@ class _Refusal:
 
 _FUNCTIONS = {"_check_type", "_load_config", "instantiate_classes", "group_instantiate_class", "apply_config"}
 _FUNCTIONS |= {"adapt_class_type", "adapt_typehints", "raise_union_unexpected_value"}
-_FUNCTIONS |= {"check_values", "check_required", "import_object"}
+_FUNCTIONS |= {"check_values", "check_required", "import_object", "resolve_help_type"}
 
 
 def _read_refusals(error: BaseException, place: _Refusal) -> Iterator[_Refusal]:
@@ -430,7 +433,9 @@ def _explain_import(refusal: _Refusal) -> tuple[str, str]:
     if dataclasses.is_dataclass(typehint) and not module:
         return "", f"{got}: expected {_describe_mapping(typehint, class_path)}"
     known = [path.rpartition(".")[2] for path in get_all_subclass_paths(refusal.setting)]
-    hint = suggest(name, known, "expected module.Class, or the name of a class of ours")
+    begun = (path for path in known if name and path.lower().startswith(name.lower()))  # as fsdp2 and ddp do
+    guess = nearest(name, known) or next(begun, None)
+    hint = f"did you mean {guess}?" if guess else "expected module.Class, or the name of a class of ours"
     return "class_path", f"{got}: no class of this name: {hint}"
 
 
