@@ -37,8 +37,8 @@ class WritePredictions(Callback):
     and those of the first come first.
 
     Args:
-        path: The file, ``.jsonl``, ``.csv`` or ``.parquet``; one that exists is replaced. By default
-            ``predictions.jsonl`` in the folder of the run's logs.
+        path: The file, ``.jsonl``, ``.csv`` (lists and mappings as JSON) or ``.parquet``; one that exists is
+            replaced. By default ``predictions.jsonl`` in the folder of the run's logs.
         fallback_dir: Folder for it if the run has no folder for logs.
     """
 
@@ -116,8 +116,12 @@ class WritePredictions(Callback):
         rank_zero_info(f"{len(records):,} predictions: {path}")
 
 
+def _to_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
 def _format_jsonl(records: list[Record]) -> bytes:
-    return "".join(f"{json.dumps(record, ensure_ascii=False, default=str)}\n" for record in records).encode()
+    return "".join(f"{_to_json(record)}\n" for record in records).encode()
 
 
 def _to_list(values: Any) -> list[Any] | None:
@@ -142,7 +146,8 @@ def _format_csv(records: list[Record]) -> bytes:
     text = io.StringIO()
     writer = csv.DictWriter(text, _list_columns(records), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(records)
+    for record in records:
+        writer.writerow({name: _to_json(v) if isinstance(v, list | dict) else v for name, v in record.items()})
     return text.getvalue().encode()
 
 

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.checkpoint.reader import EXPORT
+from lit_fsdp.errors import join_names
 from lit_fsdp.tasks.pretrained import PretrainedTask
 from lit_fsdp.weights.base_weights import get_pretrained_folder
 from lit_fsdp.weights.load import load_weights
@@ -121,8 +122,8 @@ def _refuse_other_classes(names: Sequence[str], trained: Sequence[str], what: st
     """Refuse classes of the data that are not those that a model or checkpoint was trained for, in their order."""
     if list(names) != list(trained):
         raise ValueError(
-            f"classes: the {what} was trained for {len(trained)} classes ({', '.join(trained[:5])} ...), and the data "
-            f"has {len(names)} ({', '.join(names[:5])} ...); set data.classes to those"
+            f"classes: the {what} was trained for {len(trained)} classes ({join_names(trained)}), and the data "
+            f"has {len(names)} ({join_names(names)}); set data.classes to those"
         )
 
 
@@ -189,7 +190,7 @@ def keeps_head(pretrained: str | None, head: str, class_names: Sequence[str], *,
         if names != list(class_names) and sorted(names) == sorted(class_names):
             raise ValueError(
                 f"head: got 'keep': {pretrained} has the classes of the data in another order "
-                f"({', '.join(names[:5])} ...): set data.classes to that"
+                f"({join_names(names)}): set data.classes to that"
             )
         return True
     # Configurations of timm on the Hub name no class of Transformers; others end in ...WithTeacher.
@@ -198,8 +199,8 @@ def keeps_head(pretrained: str | None, head: str, class_names: Sequence[str], *,
         return False
     if names != list(class_names) and is_told:
         rank_zero_warn(
-            f"head: drawn anew: {pretrained} was trained for {len(names)} classes ({', '.join(names[:5])} ...), the "
-            f"data has {len(class_names)} ({', '.join(class_names[:5])} ...)"
+            f"head: drawn anew: {pretrained} was trained for {len(names)} classes ({join_names(names)}), the "
+            f"data has {len(class_names)} ({join_names(class_names)})"
         )
     return names == list(class_names)
 

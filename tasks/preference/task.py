@@ -280,7 +280,7 @@ class PreferenceTuning(CausalLM):
         if not data.has_kept(folder):
             raise ValueError(
                 f"reference: got 'precomputed': the log-probabilities of {split} are not in {folder}, and the model is "
-                "another by now; set reference to model or adapters"
+                f"another by now; set reference: {'model' if self.lora is None else 'model or adapters'}"
             )
         data.keep_reference(split, folder, None)
 

@@ -84,17 +84,22 @@ def test_tensors_and_arrays_are_written_as_lists(suffix: str, tmp_path: Path) ->
         "score": np.array([0.5, 0.25], dtype=np.float32),
         "label": [np.int64(3), torch.tensor(4)],
         "boxes": [[torch.tensor([1, 2])], [np.array([3, 4])]],
+        "found": [["dög"], []],
     }
     predict([outputs], WritePredictions(path=str(path)), tmp_path)
     expected = [
-        {"index": 0, "prediction": [0.0, 1.0], "score": 0.25, "label": 4, "boxes": [[3, 4]]},
-        {"index": 1, "prediction": [1.0, 0.0], "score": 0.5, "label": 3, "boxes": [[1, 2]]},
+        {"index": 0, "prediction": [0.0, 1.0], "score": 0.25, "label": 4, "boxes": [[3, 4]], "found": []},
+        {"index": 1, "prediction": [1.0, 0.0], "score": 0.5, "label": 3, "boxes": [[1, 2]], "found": ["dög"]},
     ]
     if suffix == ".jsonl":
         assert read(path) == expected
     elif suffix == ".csv":
         assert pd.read_csv(path).to_dict("records") == [
-            {name: str(value) if isinstance(value, list) else value for name, value in row.items()} for row in expected
+            {
+                name: json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
+                for name, value in row.items()
+            }
+            for row in expected
         ]
     else:
         assert pq.read_table(path).to_pylist() == expected
