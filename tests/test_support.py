@@ -202,6 +202,7 @@ ATTRIBUTES = {
             "_attn_implementation",
             "_experts_implementation",
             "_keep_in_fp32_modules",
+            "_model_mapping",
             "_no_split_modules",
             "_supports_attention_backend",
         ),
