@@ -31,9 +31,16 @@ class DiskFullError(RuntimeError):
     """A rank found a disk or quota full while it wrote."""
 
 
-def is_disk_full(error: BaseException) -> bool:
-    """Whether a disk, or a quota that no free space tells of, takes no more."""
-    return isinstance(error, DiskFullError) or (isinstance(error, OSError) and error.errno in _FULL)
+def find_disk_full(error: BaseException | None) -> BaseException | None:
+    """Return what says that a disk, or a quota that no free space tells of, takes no more: an error or what led to it.
+
+    Torch writes tensors through code that ends in errors of its own.
+    """
+    while error is not None:
+        if isinstance(error, DiskFullError) or (isinstance(error, OSError) and error.errno in _FULL):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def describe_special_file(path: Path) -> str | None:

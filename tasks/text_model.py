@@ -117,7 +117,7 @@ def check_data(config: PreTrainedConfig, data: Any, kind: ModelKind) -> None:
     """Refuse ids and positions that the model has no row for, which would fail inside a kernel."""
     text = config.get_text_config()
     if not hasattr(text, "vocab_size"):
-        if type(config) in kind.auto_class._model_mapping:  # CANINE
+        if type(config) in kind.auto_class._model_mapping:  # private, seen in transformers 5.23; CANINE
             raise ValueError(
                 f"model_type: got {config.model_type!r}: it reads characters, and no tokens of a tokenizer: expected "
                 f"{kind.expected}"

@@ -30,6 +30,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -56,7 +57,7 @@ from lit_fsdp.checkpoint.space import SHARED, wait_for
 from lit_fsdp.checkpoint.staging import has_gpu_tensors
 from lit_fsdp.checkpoint.untrusted import load_plain, load_state, read_metadata
 from lit_fsdp.errors import join_names
-from lit_fsdp.files import DiskFullError, is_disk_full, sync_path
+from lit_fsdp.files import DiskFullError, find_disk_full, sync_path
 from lit_fsdp.quantization.layers import iterate_quantized
 from lit_fsdp.sharding.mesh import DataRanks, gather_objects
 from lit_fsdp.sharding.random_state import (
@@ -214,6 +215,8 @@ def load_checkpoint(
             fill with it, of those that are wanted.
         prepare: Called with what is returned, before the optimizers are compared with those of the checkpoint.
 
+    A model may name ``parts_read_apart``: modules that it fills by itself where the checkpoint has nothing of them.
+
     Raises:
         ValueError: It is not complete, damaged, or of another model or number of optimizers; on all ranks.
     """
@@ -235,11 +238,10 @@ def load_checkpoint(
     if prepare is not None:
         prepare(meta)
     weights = get_trained_state(model) if is_part else get_model_state_dict(model)
-    if not is_part and getattr(model, "restores_frozen", False) and getattr(model, "leaves_out_frozen", True):
-        # Saved before the run had parts that it fills by itself, such as a reference.
-        trained = get_trained_state(model)
-        weights = {n: value for n, value in weights.items() if n in trained or f"state_dict.{n}" in stored}
-        is_part = True
+    for part in getattr(model, "parts_read_apart", ()):
+        if not any(key.startswith(f"state_dict.{part}.") for key in stored):  # the run that saved it had none
+            weights = {name: value for name, value in weights.items() if not name.startswith(f"{part}.")}
+            is_part = True
     state: dict[str, Any] = {"state_dict": weights}
     for i, optimizer in enumerate(optimizers):
         state[f"optimizer_{i}"] = make_loadable_state(model, optimizer, options)
@@ -321,7 +323,7 @@ def agree(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list
         if error is not None:
             raise error
         return [result]
-    said = None if error is None else (_choose_kind(error), str(error) or type(error).__name__)
+    said = None if error is None else _describe_failure(error)
     boxes = gather_objects((said, result), group)
     for rank, (failed, _) in enumerate(boxes):
         if failed is not None:
@@ -330,11 +332,11 @@ def agree(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list
     return [result for _, result in boxes]
 
 
-def _choose_kind(error: Exception) -> type[Exception]:
-    """Return as what all ranks raise an error of one."""
-    if isinstance(error, ValueError):
-        return ValueError
-    return DiskFullError if is_disk_full(error) else RuntimeError
+def _describe_failure(error: Exception) -> tuple[type[Exception], str]:
+    """Return as what all ranks raise an error of one, and its text."""
+    found = find_disk_full(error)
+    kind = ValueError if isinstance(error, ValueError) else RuntimeError if found is None else DiskFullError
+    return kind, str(error if kind is not DiskFullError else found) or type(error).__name__
 
 
 def to_plain(value: Any, name: str = "checkpoint", *, copies: bool = True) -> Any:
@@ -416,6 +418,16 @@ class _Writer(FileSystemWriter):
         # Stored in the metadata, where an address would be an object of ours.
         return self.path.name if isinstance(self.path, RemotePath) else self.path
 
+    @override
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            # What led to it does not come through to other ranks, seen in torch 2.13.
+            if (found := find_disk_full(error)) is not None:
+                raise DiskFullError(str(found)) from error
+            raise
+
 
 def _save_plain(value: Any, path: Location) -> None:
     with path.open("wb") as file:
@@ -433,7 +445,7 @@ def _plain_errors(path: Location) -> Iterator[None]:
             yield
     except CheckpointException as error:  # a BaseException: no `except Exception` would see it
         rank, (cause, _) = min(error.failures.items())
-        kind = DiskFullError if is_disk_full(cause) else RuntimeError
+        kind = RuntimeError if find_disk_full(cause) is None else DiskFullError
         raise kind(f"{path} could not be written: rank {rank}: {cause}") from error
 
 

@@ -42,7 +42,7 @@ from lit_fsdp.checkpoint.space import (
     measure_free,
 )
 from lit_fsdp.checkpoint.staging import Stager
-from lit_fsdp.files import DiskFullError, is_disk_full
+from lit_fsdp.files import find_disk_full
 from lit_fsdp.sharding.mesh import DataRanks, make_group
 from lit_fsdp.sharding.random_state import collect_random_state
 
@@ -197,8 +197,8 @@ class CheckpointWriter:
     def save(self, path: Location, checkpoint: Mapping[str, Any]) -> bool:
         """Write a checkpoint; all ranks must call it. Returns whether it was, or will be, written.
 
-        Waits for the one in flight. Where the disk has no room, or a quota of which its free space does not tell, says
-        so and returns, and training goes on.
+        Waits for the one in flight. Where the disk has no room, or a quota is used up, says so and returns, and
+        training goes on.
 
         Args:
             path: Folder or file; one that exists is replaced.
@@ -229,10 +229,10 @@ class CheckpointWriter:
                 else:
                     states = gather_random_states(self.data_ranks)
                     save_single_file(path, {**checkpoint, SAVE_NUMBER: self.save_number, RANDOM_STATES: states})
-            except (DiskFullError, OSError) as error:  # OSError: of one rank
-                if not is_disk_full(error):
+            except Exception as error:
+                if (found := find_disk_full(error)) is None:
                     raise
-                self._skip(path, str(error))
+                self._skip(path, str(found))
                 return False
             self._note_safe()
             return True
@@ -273,8 +273,8 @@ class CheckpointWriter:
         error, self._error = self._error, None
         if error is not None:
             self.missing = self._in_flight
-            if is_disk_full(error) and self.missing is not None:
-                self._skip(self.missing, str(error))
+            if (found := find_disk_full(error)) is not None and self.missing is not None:
+                self._skip(self.missing, str(found))
                 return
             raise RuntimeError(f"saving a checkpoint beside training failed: {error}") from error
         self._note_safe()

@@ -19,7 +19,7 @@ from types import ModuleType
 
 from lit_fsdp.cli.launch_variables import check_launch_variables, drop_stale_variables
 from lit_fsdp.cli.messages import describe_exception, is_refusal, print_traceback, redact_logs, report_error
-from lit_fsdp.errors import ConfigError, is_debugging, suggest
+from lit_fsdp.errors import ConfigError, get_first_line, is_debugging, suggest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +166,7 @@ def main(args: Sequence[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError) and _leave_closed_output():
             return 1
         # In a folder that is gone nothing else that failed can be described.
-        line = f"{_FOLDER_GONE} ({type(error).__name__})" if _is_folder_gone() else describe_exception(error)
+        line = f"{_FOLDER_GONE} ({get_first_line(error)})" if _is_folder_gone() else describe_exception(error)
         if line is None or is_debugging():
             raise
         _report_once(line)

@@ -26,7 +26,8 @@ KINDS = {
 }
 _MAX_SAMPLES = 32  # named in a message
 _MAD_TO_SIGMA = 1.4826  # of a normal distribution
-_UPPER, _UPPER_TO_SIGMA = 0.95, 1 / 1.6449  # the same of what lies between the median and this share of the values
+_UPPER, _UPPER_TO_SIGMA = 0.95, 1 / 1.6449  # of a normal distribution, this percentile less the median
+_MAX_SKEW = 3.0
 _MIN_RELATIVE_SIGMA = 0.01
 
 
@@ -35,8 +36,9 @@ class SpikeDetector:
 
     The deviation is estimated by the median absolute deviation, so that one spike does not hide the next. It is taken
     to be at least 1 % of the median: a run that hardly varies shall not stop at noise. Where numbers above the median
-    spread wider than those below, as norms of small batches do, it is that of a normal distribution with the same 95th
-    percentile. All finite numbers are kept, spikes too, so a lasting change is taken as normal after half a window.
+    spread wider than those below, as norms of small batches do, it is the deviation of the normal distribution that has
+    their 95th percentile, up to three times the other. All finite numbers are kept, spikes too, so a lasting change is
+    taken as normal after half a window.
 
     Args:
         sigmas: How far above the median a spike begins; ``None`` finds none.
@@ -55,8 +57,9 @@ class SpikeDetector:
         values = sorted(self._values)
         median = statistics.median(values)
         deviation = _MAD_TO_SIGMA * statistics.median(abs(value - median) for value in values)
+        deviation = max(deviation, _MIN_RELATIVE_SIGMA * abs(median))
         upper = _UPPER_TO_SIGMA * (values[int(_UPPER * (len(values) - 1))] - median)
-        return median + self.sigmas * max(deviation, upper, _MIN_RELATIVE_SIGMA * abs(median))
+        return median + self.sigmas * max(deviation, min(upper, _MAX_SKEW * deviation))
 
     def add(self, value: float) -> None:
         """Look back at this number from now on."""

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
-from lit_fsdp.files import is_disk_full
+from lit_fsdp.files import find_disk_full
 
 # All that a Trainer calls of a logger, and that may write.
 _WRITING = ("log_metrics", "log_hyperparams", "log_graph", "save", "finalize", "after_save_checkpoint")
@@ -56,7 +56,10 @@ def outlive_lost_output() -> Iterator[None]:
 
     A pipe that nobody reads ends it as before.
     """
-    whole = sys.stdout
+    whole: TextIO | None = sys.stdout  # none where it was closed before Python began
+    if whole is None:
+        yield
+        return
     lenient: Any = _LenientOutput(whole)
     sys.stdout = lenient
     try:
@@ -90,7 +93,7 @@ class _LenientOutput:
         try:
             yield
         except OSError as error:
-            if not is_disk_full(error):
+            if find_disk_full(error) is None:
                 raise
             if not self.is_lost:
                 self.is_lost = True

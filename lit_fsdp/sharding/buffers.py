@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,15 +54,17 @@ def widen_norms(model: nn.Module, param_dtype: torch.dtype | None) -> None:
             ReplacedMethod(norm, "forward", partial(_run_widened, norm))
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _run_widened(norm: _BatchNorm, forward: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
-    assert norm.running_mean is not None
+def _run_widened(norm: _BatchNorm, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    if torch.compiler.is_compiling() or norm.running_mean is None:  # compiled code takes weights of any dtype
+        return forward(*args, **kwargs)
     parameters, dtype = dict(norm._parameters), norm.running_mean.dtype
     norm._parameters.update({name: None if p is None else p.to(dtype) for name, p in parameters.items()})  # type: ignore[misc]
     try:
-        return forward(values)
+        output = forward(*args, **kwargs)
     finally:
         norm._parameters.update(parameters)
+    given = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+    return output.to(given.dtype)  # which the forward of a subclass may have widened
 
 
 def has_statistics_of_ranks(model: nn.Module) -> bool:

@@ -817,7 +817,8 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
 
     def end_evaluation(self) -> None:
         """Let go of what an evaluation has gathered; what its hooks have frozen or unfrozen stays so."""
-        self._gathered.end_evaluation()
+        if self._gathered_weights is not None:
+            self._gathered_weights.end_evaluation()
 
     @override
     def on_validation_end(self) -> None:

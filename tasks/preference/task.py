@@ -121,6 +121,7 @@ class PreferenceTuning(CausalLM):
         self.reference_source = self._choose_reference(reference)
         self.reference: PreTrainedModel | None
         self.register_module("reference", None)  # before the model, as it runs before it
+        self.parts_read_apart = ("reference",)  # from pretrained, where a checkpoint has none
         # Of the settings: what files are stored in, which is found out later, belongs to their fingerprint.
         self._given_quantization = self.quantization
         # Of labelled answers there is no share that is right.

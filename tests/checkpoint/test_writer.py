@@ -1,7 +1,7 @@
 """Damage is found before loading, saving beside training changes nothing, a full disk ends no run."""
 
-import errno
 import os
+import resource
 import shutil
 import threading
 from datetime import timedelta
@@ -32,7 +32,7 @@ from training import (
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lit_fsdp import FSDP2Strategy
-from lit_fsdp.checkpoint import manifest, sharded
+from lit_fsdp.checkpoint import manifest
 from lit_fsdp.checkpoint.latest import is_whole
 from lit_fsdp.checkpoint.manifest import (
     ChecksumFileSystem,
@@ -334,21 +334,23 @@ def fail_once(folder: Path, is_async: bool) -> None:
     assert removed == ["first"]
 
 
-def exceed_quota(folder: Path, is_async: bool) -> None:
-    """One rank finds its quota used up, where the disk has room."""
+def exceed_quota(folder: Path, is_async: bool, checkpoint_format: CheckpointFormat, limit_bytes: int) -> None:
+    """One rank may write no large file any more, where the disk has room."""
     reports: list[str] = []
-    writer = CheckpointWriter(is_async=is_async, report=reports.append)
-    state = {"state_dict": {"weight": torch.ones(3)}}
+    writer = CheckpointWriter(is_async=is_async, checkpoint_format=checkpoint_format, report=reports.append)
+    state = {"state_dict": {"weight": torch.ones(300_000)}}
     assert writer.save(folder / "first", state)
     writer.wait()
-    with pytest.MonkeyPatch.context() as patch:
-        if torch.distributed.get_rank() == 1:
-            full = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-            patch.setattr(sharded, "_save_plain", Mock(side_effect=full))
-        writer.save(folder / "second", state)
-        writer.wait()
+    failing = 1 if limit_bytes < 1000 else 0  # of the tensors, which are the same, rank 0 writes all
+    _, hard = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if torch.distributed.get_rank() == failing:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
+    writer.save(folder / "second", state)
+    writer.wait()
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert len(reports) == 1, reports
-    assert "second was NOT saved: rank 1: [Errno 122] Disk quota exceeded; training goes on" in reports[0]
+    assert "second was NOT saved: " in reports[0]
+    assert f"rank {failing}: [Errno 27] File too large; training goes on" in reports[0]
     assert (writer.missing, writer.skipped) == (folder / "second", {folder / "second"})
     assert writer.save(folder / "third", state)
     writer.close()
@@ -356,11 +358,19 @@ def exceed_quota(folder: Path, is_async: bool) -> None:
     assert (writer.missing, sorted(path.name for path in folder.iterdir())) == (None, ["first", "third"])
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_a_quota_that_free_space_does_not_tell_of_skips_the_save_on_all_ranks_and_the_run_goes_on(
-    tmp_path: Path, is_async: bool
+@pytest.mark.parametrize(
+    ("is_async", "checkpoint_format", "limit_bytes"),
+    [
+        (True, "sharded", 100_000),
+        (False, "sharded", 100_000),
+        (False, "sharded", 500),  # of the small files beside
+        (False, "single_file", 100_000),
+    ],
+)
+def test_a_disk_that_takes_no_more_skips_the_save_on_all_ranks_and_the_run_goes_on(
+    tmp_path: Path, is_async: bool, checkpoint_format: CheckpointFormat, limit_bytes: int
 ) -> None:
-    run_ranks(exceed_quota, tmp_path, is_async)
+    run_ranks(exceed_quota, tmp_path, is_async, checkpoint_format, limit_bytes)
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])

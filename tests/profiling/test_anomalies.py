@@ -1,6 +1,8 @@
 import math
 import random
 
+import pytest
+
 from lit_fsdp.profiling.anomalies import SpikeDetector
 
 
@@ -25,9 +27,15 @@ def test_norms_of_small_batches_which_spread_upward_are_no_spikes() -> None:
     draw = random.Random(0)
     skewed = [draw.lognormvariate(0.0, 0.6) for _ in range(5000)]
     assert len(find_spikes(skewed, SpikeDetector(6.0, 128))) <= 3  # by the absolute deviation alone 34
-    for place in range(1000, 1100, 20):  # five in one window hide none of each other
+    for place in range(1000, 1120, 8):  # fifteen in one window hide none of each other
         skewed[place] = 20.0
-    assert {*range(1000, 1100, 20)} <= {*find_spikes(skewed, SpikeDetector(6.0, 128))}
+    assert {*range(1000, 1120, 8)} <= {*find_spikes(skewed, SpikeDetector(6.0, 128))}
+
+
+@pytest.mark.parametrize("num_before", [64, 128])
+def test_a_model_that_broke_is_found_step_after_step(num_before: int) -> None:
+    values = [2.0 + 0.1 * math.sin(i * 7.3) for i in range(num_before)] + [50.0] * 20
+    assert find_spikes(values, SpikeDetector(6.0, 128)) == [*range(num_before, num_before + 20)]
 
 
 def test_a_change_that_lasts_becomes_normal() -> None:

@@ -76,12 +76,20 @@ def test_what_is_saved_is_what_was_validated(tmp_path: Path, checkpoint_format: 
     assert second[-1]["own"] == 1
 
 
+class NamedInput(nn.BatchNorm1d):
+    """Has a signature of its own, and computes in the dtype of its weight."""
+
+    def forward(self, values: Tensor, scale: float = 1.0) -> Tensor:  # type: ignore[override]
+        return super().forward(values) * self.weight * scale
+
+
 def train_in_16_bits() -> None:
     losses: list[float] = []
     for precision in ("32-true", "bf16-mixed", "bf16-true"):
         torch.manual_seed(0)
         trainer = build_trainer(FSDP2Strategy(print_plan=False), max_steps=3, precision=precision)
         module = Counting()
+        module.net[1] = NamedInput(module.net[1].num_features)
         trainer.fit(module, make_loader())
         (found,) = trainer.validate(module, make_loader(), verbose=False)
         losses.append(found["val_loss"])

@@ -123,6 +123,7 @@ def test_a_gpu_that_only_the_driver_counts_is_refused_in_one_line(monkeypatch: p
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", start)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", start)  # asked before by Lightning, of torch for CUDA
     trainer = pl.Trainer(accelerator="auto", devices=1, strategy=FSDP2Strategy(), max_steps=1, logger=False)
     with pytest.raises(ValueError, match=r"^accelerator: cuda:0 .*set cpu.*: The NVIDIA driver .*\.$"):
         trainer.fit(BoringModel())
