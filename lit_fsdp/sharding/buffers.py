@@ -54,7 +54,7 @@ def widen_norms(model: nn.Module, param_dtype: torch.dtype | None) -> None:
             ReplacedMethod(norm, "forward", partial(_run_widened, norm))
 
 
-def _run_widened(norm: _BatchNorm, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+def _run_widened(norm: _BatchNorm, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling() or norm.running_mean is None:  # compiled code takes weights of any dtype
         return forward(*args, **kwargs)
     parameters, dtype = dict(norm._parameters), norm.running_mean.dtype
@@ -64,7 +64,8 @@ def _run_widened(norm: _BatchNorm, forward: Callable[..., Tensor], *args: Any, *
     finally:
         norm._parameters.update(parameters)
     given = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-    return output.to(given.dtype)  # which the forward of a subclass may have widened
+    # Which the forward of a subclass may have widened.
+    return output.to(given.dtype) if isinstance(output, Tensor) else output
 
 
 def has_statistics_of_ranks(model: nn.Module) -> bool:

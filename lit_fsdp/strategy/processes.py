@@ -59,7 +59,7 @@ def count_started(
         tasks: Of SLURM, if that has started it.
 
     Raises:
-        ValueError: The launcher has started another number of processes, or each sees one device of its node only.
+        ValueError: The launcher has started another number of processes.
     """
     if (started := _find_started(environ, tasks)) is None:
         return num_devices
@@ -70,10 +70,10 @@ def count_started(
         is_left_open = given == 1 if name == "num_nodes" else given == num_found > count
         if given != count and not is_left_open:
             what = "processes on this node" if name == "devices" else "nodes"
-            fix = f"give the Trainer {name}={count}, or use {option}={given}"
-            if name == "devices" and num_found < count:  # as with --gpus-per-task
-                fix = "each sees fewer devices: let it see all of the node, as with --gpus-per-node"
-            raise ValueError(f"{name}: got {given}: {started.launcher} started {count} {what}: {fix}")
+            raise ValueError(
+                f"{name}: got {given}: {started.launcher} started {count} {what}: give the Trainer {name}={count}, or "
+                f"use {option}={given}"
+            )
     return started.local
 
 

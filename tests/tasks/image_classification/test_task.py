@@ -78,9 +78,9 @@ def test_a_head_whose_classes_stand_in_another_order_is_refused_and_one_drawn_an
     config = AutoConfig.for_model(**VIT, id2label={0: "dog", 1: "cat"})
     AutoModelForImageClassification.from_config(config).save_pretrained(tmp_path / "model")
     model = str(tmp_path / "model")
-    with pytest.raises(ValueError, match=r"the classes of the data in another order \(dog, cat ...\): set data"):
+    with pytest.raises(ValueError, match=r"the classes of the data in another order \(dog, cat\): set data"):
         keeps_head(model, "keep", ["cat", "dog"])
-    with pytest.warns(UserWarning, match=r"head: drawn anew: .* was trained for 2 classes \(dog, cat ...\)"):
+    with pytest.warns(UserWarning, match=r"head: drawn anew: .* was trained for 2 classes \(dog, cat\)"):
         assert not keeps_head(model, "auto", ["cat", "dog"])
     assert keeps_head(model, "auto", ["dog", "cat"])
     with warnings.catch_warnings(record=True) as caught:
@@ -103,7 +103,7 @@ def test_a_head_whose_classes_stand_in_another_order_is_refused_and_one_drawn_an
 def test_a_head_is_known_whatever_the_class_of_the_model_is_called(stored: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**stored, "pretrained_cfg": {"tag": "a"}}))
     assert keeps_head(str(tmp_path), "auto", ["cat", "dog"])
-    with pytest.warns(UserWarning, match=r"head: drawn anew: .* for 2 classes \(cat, dog ...\)"):
+    with pytest.warns(UserWarning, match=r"head: drawn anew: .* for 2 classes \(cat, dog\)"):
         assert not keeps_head(str(tmp_path), "auto", ["cat", "eel"])
     backbone = {"model_type": "deit", "architectures": ["DeiTModel"], "id2label": {"0": "cat", "1": "dog"}}
     (tmp_path / "config.json").write_text(json.dumps(backbone))
