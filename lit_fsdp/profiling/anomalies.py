@@ -27,7 +27,7 @@ KINDS = {
 _MAX_SAMPLES = 32  # named in a message
 _MAD_TO_SIGMA = 1.4826  # of a normal distribution
 _UPPER, _UPPER_TO_SIGMA = 0.95, 1 / 1.6449  # of a normal distribution, this percentile less the median
-_MAX_SKEW = 3.0
+_MAX_SKEW = 3.0  # more, and a few spikes, which are the 95th percentile then, would hide the next
 _MIN_RELATIVE_SIGMA = 0.01
 
 

@@ -242,6 +242,7 @@ def _list_cast_by(kind: Any) -> set[str]:
     return {name for name in _CAST.findall(code) if f"self.{name}.weight.dtype != torch.uint8" not in code}
 
 
+@cache
 def _get_code(kind: Any) -> str:
     code = ""
     for base in kind.__mro__:

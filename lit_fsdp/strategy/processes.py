@@ -63,13 +63,12 @@ def count_started(
     """
     if (started := _find_started(environ, tasks)) is None:
         return num_devices
-    for name, given, count, option in (
-        ("devices", num_devices, started.local, started.options[0]),
-        ("num_nodes", num_nodes, started.nodes, started.options[1]),
+    is_auto, is_default = num_devices == num_found > started.local, num_nodes == 1
+    for name, given, count, what, option, is_left_open in (
+        ("devices", num_devices, started.local, "processes on this node", started.options[0], is_auto),
+        ("num_nodes", num_nodes, started.nodes, "nodes", started.options[1], is_default),
     ):
-        is_left_open = given == 1 if name == "num_nodes" else given == num_found > count
         if given != count and not is_left_open:
-            what = "processes on this node" if name == "devices" else "nodes"
             raise ValueError(
                 f"{name}: got {given}: {started.launcher} started {count} {what}: give the Trainer {name}={count}, or "
                 f"use {option}={given}"
