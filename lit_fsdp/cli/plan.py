@@ -17,7 +17,8 @@ from typing_extensions import override
 
 from lit_fsdp.cli.messages import describe_exception
 from lit_fsdp.cli.plan_options import Method, parse_counts, spell_options
-from lit_fsdp.cli.train import TrainerCLI, hide_banners, hide_warnings
+from lit_fsdp.cli.quiet import hide_banners, hide_warnings
+from lit_fsdp.cli.train import TrainerCLI
 from lit_fsdp.errors import ConfigError, is_debugging
 from lit_fsdp.files import refuse_unwritable, write_whole
 from lit_fsdp.parsing.config_files import check_config_files

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import re
 import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import fields, is_dataclass
 from enum import Enum
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 
 # Private, seen in lightning 2.6.6: stores the YAML of model and data as their hyper-parameters.
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback, _InstantiatorFn
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, _InstantiatorFn
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -34,14 +31,9 @@ import lit_fsdp.tasks  # noqa: F401  so that `class_path: CausalLM` is found by 
 from lit_fsdp.callbacks import Preemption, ProgressBar
 from lit_fsdp.checkpoint.latest import (
     describe_interruption,
-    find_last_checkpoint,
-    find_other_checkpoint,
-    is_whole,
-    list_run_folders,
 )
-from lit_fsdp.checkpoint.manifest import MANIFEST
-from lit_fsdp.checkpoint.reader import check_checkpoint, read_plain
 from lit_fsdp.checkpoint.remote import Location, is_remote, locate, locate_local
+from lit_fsdp.cli.ckpt_path import CKPT_PATH_HELP, choose_checkpoint, locate_checkpoint
 from lit_fsdp.cli.defaults import (
     Verbosity,
     choose_callbacks,
@@ -52,19 +44,20 @@ from lit_fsdp.cli.defaults import (
 )
 from lit_fsdp.cli.facts import choose_facts, describe_start, list_sources, list_versions
 from lit_fsdp.cli.messages import describe_exception, is_refusal, report_error
+from lit_fsdp.cli.quiet import hide_banners, hide_warnings
 from lit_fsdp.cli.ray_options import add_ray_arguments, is_ray_asked, refuse_ray_keys
-from lit_fsdp.errors import ConfigError, is_debugging, join_names, nearest, suggest
-from lit_fsdp.files import describe_special_file, refuse_no_folder, write_whole
-from lit_fsdp.parsing.config_files import check_config_files, list_left_out, refuse_dropped_keys, refuse_left_out
-from lit_fsdp.parsing.mappings import find_settings
+from lit_fsdp.cli.saved_config import SaveRunConfig
+from lit_fsdp.errors import ConfigError, is_debugging, suggest
+from lit_fsdp.files import refuse_no_folder
+from lit_fsdp.parsing.config_files import check_config_files, refuse_dropped_keys, refuse_left_out
 from lit_fsdp.parsing.parser import OneLineParser, order_help, prefer_whole_numbers, read_path, refuse_null
 from lit_fsdp.planning.auto_strategy import NAME
-from lit_fsdp.redaction import redact, redact_yaml
-from lit_fsdp.reporting.lost_logs import check_log_folders, guard_loggers, outlive_lost_log, outlive_lost_output
+from lit_fsdp.redaction import redact
+from lit_fsdp.reporting.lost_logs import check_log_folders, guard_loggers, outlive_lost_output
 from lit_fsdp.sharding.settings import PRESETS
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy  # registers `strategy: fsdp2`
 from lit_fsdp.strategy.launcher import describe_failed, end_for_lost, stop_children
-from lit_fsdp.strategy.lightning_internals import has_requeue_checkpoint, list_waiting_monitors
+from lit_fsdp.strategy.lightning_internals import list_waiting_monitors
 from lit_fsdp.strategy.processes import choose_processes, count_devices, describe_shared_cores, is_torchrun
 from lit_fsdp.strategy.roll_call import share_refusal
 from lit_fsdp.strategy.slurm import describe_idle, find_own_tasks, mend_variables
@@ -79,27 +72,6 @@ from lit_fsdp.tasks.data import refuse_endless
 from lit_fsdp.tasks.shares import refuse_unsplit
 from lit_fsdp.weights.file_names import NAME_RULE, is_plain_name
 
-_KNOWN_WARNINGS = (
-    ".*LightningCLI's args parameter.*",  # advice for scripts
-    ".*Experiment logs directory .* exists and is not empty.*",  # meant: both loggers share it
-    ".*torch.distributed.nn.functional.all_gather.*",  # Lightning's own call, seen in 2.6.6
-    ".*isinstance\\(treespec, LeafSpec\\).*",  # likewise
-    "The `srun` command is available on your system.*",  # a job that needs it is refused without, see slurm.py
-    "Since DeepSpeed handles gradient clipping internally.*",  # so our tasks leave it to DeepSpeed
-    "The dirpath has changed from .*",  # meant: each run has its own folder
-    "Your `IterableDataset` has `__len__` defined.*",  # that of a stream is the same for any number of workers
-)
-# Lines of Lightning that say what the configuration or the summary does, or nothing: the one line that counts is below.
-_BANNERS = re.compile(
-    r"(\[rank: \d+\] )?"
-    r"(Seed set to|[GTH]PU available|Initializing distributed:|-+\ndistributed_backend=|LOCAL_RANK: |.{0,4}Tip: |"
-    r"`Trainer(\.\w+` stopped: `max_(steps|epochs)=|\(\w+=.+\)` was configured)|Loading `train_dataloader` to estimate|"
-    r"Restoring states from the checkpoint path)"  # another line says when that is done
-)
-_CKPT_PATH_HELP = (
-    "Checkpoint to take the weights of, and with fit also the step and all state: its path or address, the folder of a "
-    "run, or `last`, the newest of the runs of this name."
-)
 _ONLY_FOR_TRAINING = "Be aware that when using `ckpt_path`.*"  # which callbacks a checkpoint has state of
 # Where the settings lie that an error may name, the inner ones first.
 _SETTINGS = ("trainer.strategy.init_args", "model.init_args", "data.init_args", "trainer")
@@ -131,18 +103,6 @@ def run_trainer(args: Sequence[str], cli: Callable[..., TrainerCLI] | None = Non
     return 0
 
 
-def hide_warnings() -> None:
-    """Keep warnings of libraries out of the terminal that a run of ours makes no use of."""
-    for known in _KNOWN_WARNINGS:
-        warnings.filterwarnings("ignore", message=known)
-
-
-def hide_banners() -> None:
-    """Keep lines of Lightning out of the terminal that say what the configuration does."""
-    for name in [name for name in logging.root.manager.loggerDict if name.startswith("lightning.")]:
-        logging.getLogger(name).addFilter(_is_of_use)
-
-
 class RunParser(OneLineParser, LightningArgumentParser):
     """The parser of a run, with its own way to build classes."""
 
@@ -154,63 +114,6 @@ class RunParser(OneLineParser, LightningArgumentParser):
         if self.build_class is not None:
             kwargs["instantiators"] = [(self.build_class, object, True)]
         return super().instantiate(namespace, *args, **kwargs)
-
-
-class SaveRunConfig(SaveConfigCallback):
-    """Write the merged configuration into the run's folder, where ``--config`` can read it again.
-
-    Credentials are redacted and named; what reads the file refuses them until they are given again.
-
-    Loggers that have no folder of their own for a run name the current one, where ``config.yaml`` may well be
-    what the user wrote: then it goes to ``fallback_dir``.
-    """
-
-    def __init__(self, parser: LightningArgumentParser, config: Namespace, *, fallback_dir: str) -> None:
-        super().__init__(parser, config, save_to_log_dir=False)
-        self.fallback_dir = fallback_dir
-
-    @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Nothing yet: a run that is refused leaves no folder."""
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._save_once(trainer, pl_module)
-
-    @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn == "validate":  # in a fit, training may yet be refused
-            self._save_once(trainer, pl_module)
-
-    on_test_start = on_predict_start = on_fit_end = on_train_start
-
-    def _save_once(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.is_global_zero and not self.already_saved:
-            self.save_config(trainer, pl_module, str(trainer.state.fn))
-        self.already_saved = True
-
-    @override
-    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Save once, on rank 0."""
-        logger = trainer.logger
-        folder = Path(logger.log_dir if isinstance(logger, CSVLogger | TensorBoardLogger) else self.fallback_dir)
-        text = self._format_config()
-        if (redacted := redact_yaml(text)) != text:
-            names = join_names([path for path, _ in list_left_out(yaml.safe_load(redacted))])
-            rank_zero_info(f"{self.config_filename}: redacted {names}: a run from it needs them again")
-        with outlive_lost_log(trainer, self.config_filename, folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            write_whole(folder / self.config_filename, redacted)
-
-    def _format_config(self) -> str:
-        """Return the configuration without what is ``null`` by default, as ``--config`` reads the same without it."""
-        text, given = (
-            self.parser.dump(self.config, skip_unset=False, skip_default=is_short, skip_validation=True)
-            for is_short in (False, True)
-        )
-        settings = _drop_null(yaml.safe_load(text), yaml.safe_load(given))
-        version = text.partition("\n")[0]  # of Lightning, as a comment
-        return f"{version}\n{yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=2**20)}"
 
 
 class _InstantiationFailed(BaseException):
@@ -259,7 +162,7 @@ class TrainerCLI(LightningCLI):
         parser.usage = f"python -m lit_fsdp {subcommand} {self.usage} [--KEY=VALUE ...]"
         for action in parser._actions:  # private, seen in Python 3.11
             if action.dest == "ckpt_path":
-                action.help = _CKPT_PATH_HELP  # Lightning's has `best`, which only a script can know
+                action.help = CKPT_PATH_HELP  # Lightning's has `best`, which only a script can know
         titles = {"model": "model", "data": "data", "progress_bar": "progress bar", "trainer": "Trainer of Lightning"}
         order_help(parser, {subcommand: f"options of {subcommand}", "options": "options of all runs", **titles})
         return parser
@@ -420,7 +323,7 @@ class TrainerCLI(LightningCLI):
 
     def after_instantiate_classes(self) -> None:
         """Settle what needs all parts: the checkpoint to go on from, and the accumulation of a global batch."""
-        self._choose_checkpoint()
+        self._settle_checkpoint()
         if self.subcommand in ("fit", "plan"):
             try:
                 derive_accumulation(
@@ -434,84 +337,22 @@ class TrainerCLI(LightningCLI):
                 raise ConfigError(self._add_path(str(error))) from None
         self._refuse_missing_parts()
 
-    def _choose_checkpoint(self) -> None:
-        """Let ``--ckpt_path last`` find the newest complete checkpoint of the runs of this name; check any other."""
+    def _settle_checkpoint(self) -> None:
+        """Set the checkpoint that the command begins with, as Lightning takes it."""
         command = self.config_init[self.subcommand]
-        given = command.get("ckpt_path")
-        if self.subcommand == "fit" and int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0:  # the same job, requeued
-            if given not in (None, "last", "hpc"):
-                rank_zero_warn(
-                    f"ckpt_path: {given}: this job was requeued, and begins there again: without a path, or with last, "
-                    "it would go on from what it has saved since"
-                )
-            given = given or "last"
-        if given == "best":
-            raise ConfigError(
-                "ckpt_path: got 'best': only the process that trained knows its best checkpoint: expected its path, "
-                f"below {self.run_root}, or last"
-            )
-        if given == "hpc" and not has_requeue_checkpoint(self.trainer):
-            raise ConfigError(
-                f"ckpt_path: got 'hpc': no hpc_ckpt_<n>.ckpt lies in {self.trainer.default_root_dir}: expected a path, "
-                "or last"
-            )
-        if given == "last":
-            command["ckpt_path"] = self._find_last()
-        elif given and given != "hpc":
-            command["ckpt_path"] = given = _check_place(given)
         if command.get("weights_only") is None:
             command["weights_only"] = True  # Lightning's default for addresses runs what is there, seen in 2.6.6
-        path = command.get("ckpt_path")
-        if not path or path == "hpc":
-            return
-        place = _locate_checkpoint(path)
-        if isinstance(self.trainer.strategy, FSDP2Strategy):
-            try:
-                check_checkpoint(place)
-            except ValueError as error:  # before other ranks are started
-                raise ConfigError(f"ckpt_path: {error}") from error
-        elif (place / MANIFEST).is_file():
-            name = type(self.trainer.strategy).__name__
-            raise ConfigError(
-                f"ckpt_path: got {path}: it holds shards, which {name} does not read: set trainer.strategy to "
-                "fsdp2, on any number of devices"
-            )
-
-    def _find_last(self) -> str | None:
-        # Lightning would look into the folder of the new run only.
-        folders = self._list_checkpoint_folders()
-        if (other := find_other_checkpoint(folders)) is not None:  # to start afresh would lose what it has
-            raise ConfigError(
-                f"ckpt_path: got 'last': the newest checkpoint, {other}, was not saved by FSDP2Strategy, and says not "
-                "whether it is complete: expected a path, such as its own"
-            )
-        misfits: dict[str, Location] = {}  # the newest for each reason
-
-        def describe_misfit(place: Location) -> str | None:
-            meta = _read_plain(place)
-            why = self.model.describe_misfit(meta) if isinstance(self.model, Task) else None
-            if self.subcommand == "fit" and meta and "lr_schedulers" not in meta:
-                why = "it was saved with save_weights_only, and has no optimizer to go on with"
-            if why is not None:
-                misfits.setdefault(why, place)
-            return why
-
-        found = find_last_checkpoint(folders, rank_zero_info, describe_misfit)
-        if found is not None:
-            return str(found)
-        if misfits:  # to start afresh beside them is for the user to choose
-            listed = "; ".join(f"{place} does not fit: {why}" for why, place in misfits.items())
-            ways = "set it as there, or take another --run_name"
-            if self.subcommand == "fit":
-                ways = "set it as there, take another --run_name, or leave --ckpt_path out to start afresh"
-            raise ConfigError(f"ckpt_path: got 'last': {listed}: {ways}")
-        if self.subcommand != "fit":
-            raise ConfigError(
-                f"ckpt_path: got 'last': no run below {self.run_root} has a checkpoint: expected the path of "
-                "one, or the --run_name of the run that wrote one"
-            )
-        rank_zero_info(f"ckpt_path last: no run below {self.run_root} has a checkpoint: starting afresh")
-        return None
+        given = command.get("ckpt_path")
+        chosen = choose_checkpoint(
+            given,
+            command=self.command,
+            trainer=self.trainer,
+            model=self.model,
+            run_root=self.run_root,
+            list_folders=self._list_checkpoint_folders,
+        )
+        if chosen != given:
+            command["ckpt_path"] = chosen
 
     def _refuse_missing_parts(self) -> None:
         """Refuse a run without data, or a model without a step, before logs are begun and ranks started."""
@@ -589,7 +430,7 @@ class TrainerCLI(LightningCLI):
     def _list_facts(self) -> dict[str, str]:
         """Return what the ranks have to agree on: settings, versions, data, and the checkpoint that each has found."""
         path = self.config_init[self.subcommand].get("ckpt_path")
-        start = str(path) if path == "hpc" else describe_start(_locate_checkpoint(path) if path else None)
+        start = str(path) if path == "hpc" else describe_start(locate_checkpoint(path) if path else None)
         settings = self.settings
         found = list_versions(settings) | list_sources(settings, self.command)
         return choose_facts(settings) | found | {"ckpt_path": start}
@@ -688,42 +529,6 @@ class TrainerCLI(LightningCLI):
         """Keep the settings stored in ``--ckpt_path`` from beating the command line in silence."""
 
 
-def _is_of_use(record: logging.LogRecord) -> bool:
-    return is_debugging() or record.levelno > logging.INFO or not _BANNERS.match(record.getMessage())
-
-
-def _drop_null(value: Any, given: Any, owner: Any = None) -> Any:
-    """Return settings without those that are ``null`` and not among the ``given`` ones.
-
-    Args:
-        value: The settings.
-        given: Those that are not as by default; of a dataclass all, as soon as one is.
-        owner: The class or dataclass that they are of, where there is one.
-    """
-    if isinstance(value, dict):
-        given = given if isinstance(given, dict) else {}
-        if is_dataclass(owner):
-            given = {key: part for key, part in given.items() if part is not None or not _is_null(owner, key)}
-        inner = _import_class(value.get("class_path"))
-        kept = {key: part for key, part in value.items() if part is not None or key in given}
-        owners = {key: inner if key == "init_args" else owner and find_settings(owner, key) for key in kept}
-        return {key: _drop_null(part, given.get(key), owners[key]) for key, part in kept.items()}
-    if isinstance(value, list):
-        given = given if isinstance(given, list) and len(given) == len(value) else [None] * len(value)
-        return [_drop_null(part, other) for part, other in zip(value, given, strict=True)]
-    return value
-
-
-def _is_null(settings: Any, name: str) -> bool:
-    """Whether a field of a dataclass is ``null`` by default."""
-    return any(field.name == name and field.default is None for field in fields(settings))
-
-
-def _import_class(path: Any) -> Any:
-    module, _, name = path.rpartition(".") if isinstance(path, str) else ("", "", "")
-    return getattr(sys.modules.get(module), name, None)  # it is there, as it was built
-
-
 def _set_places(settings: dict[str, Any]) -> None:
     """Refuse addresses that a callback or logger could not use, before it makes a local folder of their name.
 
@@ -737,39 +542,6 @@ def _set_places(settings: dict[str, Any]) -> None:
                 raise ValueError(f"{name}: {error}") from None
             if is_remote(given):
                 settings[name] = str(place)
-
-
-def _locate_checkpoint(given: str) -> Location:
-    try:
-        return locate(given)
-    except ValueError as error:
-        raise ConfigError(f"ckpt_path: {error}") from None
-
-
-def _read_plain(place: Location) -> dict[str, Any]:
-    """Return what a complete checkpoint holds beside tensors; nothing of one that cannot be read, as is said later."""
-    try:
-        return read_plain(place)
-    except ValueError:
-        return {}
-
-
-def _check_place(given: str) -> str:
-    """Return the name of a checkpoint as all know it, of a run that of its newest; refuse one that is not there."""
-    place = _locate_checkpoint(given)
-    if isinstance(place, Path) and (problem := describe_special_file(place)) is not None:
-        raise ConfigError(f"ckpt_path: {given!r} {problem}")
-    if not place.exists():
-        folder = place.parent
-        guess = nearest(place.name, [p.name for p in folder.glob("*")]) if folder.is_dir() else None
-        hint = f"did you mean {folder / guess}?" if guess else "expected a checkpoint, or last"
-        raise ConfigError(f"ckpt_path: {given!r} does not exist: {hint}")
-    if place.is_dir() and not is_whole(place):
-        found = find_last_checkpoint(list_run_folders(place), rank_zero_info)
-        if found is not None:
-            rank_zero_info(f"ckpt_path: taking the newest of {given}, {found}")
-            return str(found)
-    return str(place) if is_remote(given) else given
 
 
 def _check_root(root: Any) -> None:
