@@ -94,7 +94,7 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
 def _build_locked(folder: Path, build: Callable[[Path], None]) -> None:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:  # a file is in its place
+    except (FileExistsError, NotADirectoryError, FileNotFoundError) as error:  # a file is in its place, or /proc
         raise UnwritableError(f"cache_dir: cannot make the folder {folder.parent}: {error.strerror}") from error
     failure = folder.with_name(f"{folder.name}.failed")
     known_failure = _read_failure(failure)

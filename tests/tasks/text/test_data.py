@@ -428,6 +428,8 @@ def test_a_cache_that_cannot_be_made_is_named(tmp_path: Path, source: Path, toke
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"cache_dir: cannot make the folder .*file/digests: Not a directory"):
         make(source, tokenizer, tmp_path / "file").setup("fit")
+    with pytest.raises(ValueError, match=r"cache_dir: cannot make the folder /proc/cache/digests: No such file"):
+        make(source, tokenizer, Path("/proc/cache")).setup("fit")
 
 
 def test_a_tokenizer_that_is_not_there_is_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
