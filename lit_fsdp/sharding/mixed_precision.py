@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._pytree import tree_map_only
 
 from lit_fsdp.sharding.grad_clipping import group_gradients
 
@@ -88,6 +89,42 @@ def cast_parameters(model: nn.Module, mixed_precision: MixedPrecision, *, keep: 
     for parameter in model.parameters():
         if parameter.is_floating_point() and parameter.dtype != dtype and id(parameter) not in kept:
             parameter.data = parameter.data.to(dtype)
+
+
+# The layers that torch runs in one dtype only, by their own forward: a subclass may cast as it likes.
+_IN_ONE_DTYPE = {
+    layer.forward
+    for layer in (
+        *(nn.Linear, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
+        *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+        *(nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell),
+        *(nn.MultiheadAttention, nn.LayerNorm, nn.GroupNorm, nn.PReLU),
+    )
+}
+
+
+def cast_inputs(model: nn.Module, param_dtype: torch.dtype | None) -> None:
+    """Let layers that compute in 16 bits take floating inputs of another dtype, as they do under autocast.
+
+    Such as noise that a step draws in float32: units cast what they are given, and nothing casts what is made inside
+    them. torch refuses such inputs, so what works without this stays as it is. Classes of Transformers cast by
+    themselves, so their layers are spared the microseconds.
+    """
+    callers = [module for module in model.modules() if not type(module).__module__.startswith("transformers.")]
+    for layer in dict.fromkeys((model, *(child for caller in callers for child in caller.children()))):
+        weight = next((weight for weight in layer._parameters.values() if weight is not None), None)
+        if weight is None or type(layer).forward not in _IN_ONE_DTYPE or not weight.is_floating_point():
+            continue
+        if (param_dtype or weight.dtype) in (torch.bfloat16, torch.float16):
+            layer.register_forward_pre_hook(_cast_to_weights, with_kwargs=True)
+
+
+def _cast_to_weights(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    dtype = next(weight.dtype for weight in layer._parameters.values() if weight is not None)
+    if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dtype == dtype:
+        return None
+    cast = tree_map_only(Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, (args, kwargs))
+    return cast[0], cast[1]
 
 
 class ShardedGradScaler(torch.amp.GradScaler):

@@ -35,6 +35,7 @@ from lit_fsdp.sharding.low_bit import (
     check_gathered,
     check_reduced,
 )
+from lit_fsdp.sharding.mixed_precision import cast_inputs
 from lit_fsdp.sharding.scalars import hold_scalars, reduce_after_backward, replicate_scalars
 from lit_fsdp.sharding.torch_internals import (
     get_gathered,
@@ -221,6 +222,8 @@ def shard_model(
     check_wire(model, plan, sharding, mp_policy)
     _arrange_memory(model, whole, mesh.device_type)
     widen_norms(model, mp_policy.param_dtype)
+    if mp_policy.cast_forward_inputs:
+        cast_inputs(model, mp_policy.param_dtype)
     for layer, matrices in iterate_casting(model):
         layer.compute_dtype = mp_policy.param_dtype if whole.issuperset(matrices) else None
     scalars = replicate_scalars(model, mesh, leave=whole)

@@ -1,6 +1,7 @@
 """Dtypes by name, and a loss scaler under which all ranks do the same."""
 
 import math
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -10,11 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from lit_fsdp.sharding.mixed_precision import (
     PRECISIONS,
     MixedPrecision,
     ShardedGradScaler,
+    cast_inputs,
     cast_parameters,
     read_precision,
 )
@@ -85,6 +88,33 @@ def test_buffers_integers_ties_and_frozen_parameters_survive_the_cast() -> None:
     cast_parameters(model, MixedPrecision())
     cast_parameters(model, MixedPrecision(storage_dtype="bfloat16"))
     assert {name: p.data_ptr() for name, p in model.named_parameters()} == before
+
+
+@pytest.mark.parametrize(
+    ("layer", "inputs"),
+    [
+        (nn.Linear(6, 6), (torch.ones(2, 6),)),
+        (nn.Bilinear(6, 6, 3), (torch.ones(2, 6), torch.ones(2, 6))),
+        (nn.Conv2d(6, 3, 1), (torch.ones(2, 6, 4, 4),)),
+        (nn.ConvTranspose1d(6, 3, 1), (torch.ones(2, 6, 4),)),
+        (nn.LSTM(6, 3), (torch.ones(2, 6), (torch.ones(1, 3), torch.ones(1, 3)))),
+        (nn.GRUCell(6, 3), (torch.ones(2, 6),)),
+        (nn.MultiheadAttention(6, 2), (torch.ones(2, 6), torch.ones(2, 6), torch.ones(2, 6))),
+        (nn.LayerNorm(6), (torch.arange(6.0),)),
+        (nn.GroupNorm(2, 6), (torch.arange(12.0).view(2, 6),)),
+        (nn.PReLU(6), (-torch.ones(2, 6),)),
+        (nn.Embedding(6, 3), (torch.arange(3),)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_layers_in_16_bits_take_inputs_of_other_dtypes(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+    layer = layer.to(torch.bfloat16)
+    cast = tree_map_only(Tensor, lambda value: value.bfloat16() if value.is_floating_point() else value, inputs)
+    expected = layer(*cast)
+    cast_inputs(layer, None)
+    torch.testing.assert_close(layer(*inputs), expected, rtol=0, atol=0)
+    torch.testing.assert_close(layer(*cast), expected, rtol=0, atol=0)
+    torch.testing.assert_close(deepcopy(layer)(*inputs), expected, rtol=0, atol=0)
 
 
 def build_sharded() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -801,6 +801,58 @@ def test_networks_may_be_called_outside_of_steps_and_without_gradients(
     compare(build, tmp_path, world_size=world_size)
 
 
+class Timed(nn.Module):
+    """Makes an embedding of the time in float32 and gives it to a layer of its own, as diffusion models do."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype, self.linear = dtype, nn.Linear(4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        time = torch.arange(4.0).sin().expand(len(x), 4)
+        return x + self.linear(time.to(self.dtype)).tanh()
+
+
+class MakesFloat32(Samples):
+    """Adds noise to what is in bfloat16, and draws samples from more of it."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype_of_noise = dtype
+        self.net = nn.Sequential(nn.Linear(6, 8), Timed(dtype), Timed(dtype), nn.Linear(8, 1))
+
+    def draw(self) -> None:
+        with torch.no_grad():
+            self.drawn += self.net(torch.ones(1, 6, dtype=self.dtype_of_noise)).float().sum()
+
+    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+        noisy = batch["x"] + torch.linspace(0, 0.1, 6)
+        return super().training_step({"x": noisy.to(self.dtype_of_noise), "y": batch["y"]}, index)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("world_size", "precision", "strategy"),
+    [
+        (1, "bf16-mixed", {}),
+        (2, "bf16-mixed", {}),
+        (2, "bf16-true", {}),
+        (2, "bf16-mixed", {"activation_checkpointing": ActivationCheckpointing(mode="full"), "compile": Compile()}),
+    ],
+)
+def test_layers_in_16_bits_take_what_a_module_makes_in_float32(
+    world_size: int, precision: str, strategy: dict[str, Any], tmp_path: Path
+) -> None:
+    options = {"precision": precision, "strategy": {"wrap": Wrap(module_classes=["Timed"]), **strategy}}
+    for dtype in (torch.bfloat16, torch.float32):
+        build = partial(MakesFloat32, dtype)
+        run_ranks(partial(train, **options), build, tmp_path / str(dtype), True, world_size=world_size)
+    assert_same(tmp_path / "torch.float32", tmp_path / "torch.bfloat16", 0.0)
+    options["strategy"] |= {"mixed_precision": MixedPrecision(cast_forward_inputs=False)}
+    with pytest.raises(RankError, match="must have the same dtype"):
+        run_ranks(partial(train, **options), build, tmp_path / "out", True, world_size=1)
+
+
 class ValidatesAverage(Samples):
     """Validates an average of its weights, which hooks put in their place and take out again."""
 
