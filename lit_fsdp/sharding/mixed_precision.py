@@ -29,7 +29,8 @@ class MixedPrecision:
         param_dtype: Of the gathered parameters and of the compute. ``null`` is the storage dtype.
         reduce_dtype: Of the gradient reduction. ``null`` is the compute dtype.
         output_dtype: Floating outputs of a unit are cast to it. ``null`` leaves them.
-        cast_forward_inputs: Cast floating inputs of a unit to ``param_dtype``.
+        cast_forward_inputs: Cast floating inputs of a unit, and of layers of torch in modules of your own, to
+            ``param_dtype``.
     """
 
     storage_dtype: DType | None = None
