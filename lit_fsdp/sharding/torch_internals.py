@@ -208,6 +208,15 @@ def gather_when_called(root: Any) -> None:
                 module.register_forward_pre_hook(gather, prepend=True)
 
 
+def refuse_lost_graph(root: nn.Module) -> None:
+    """Refuse a backward with ``create_graph`` after which a unit lets go of its gathered weights.
+
+    A backward through that graph would read them where they were, and find an error or, on a CPU, a segmentation fault.
+    """
+    for unit in list_units(root):
+        ReplacedMethod(unit._group, "pre_backward", unit.refuse_lost_graph)
+
+
 def list_gathered(parameter: Any) -> list[Tensor]:
     """Return the tensors that hold a gathered parameter; their storage has no bytes while it is sharded.
 
@@ -368,6 +377,19 @@ class UnitInternals:
             return register(args, kwargs)
 
         self._replaced.append(ReplacedMethod(self._group, "_register_post_backward_hook", note_and_register))
+
+    def refuse_lost_graph(self, begin: Callable[..., None], *args: Any) -> None:
+        """Begin a backward, if it keeps no graph or the weights that this needs.
+
+        Raises:
+            RuntimeError: It keeps a graph without them.
+        """
+        if torch.is_grad_enabled() and self._group.reshard_after_backward:
+            raise RuntimeError(
+                "create_graph: the weights that gradients of gradients need are let go after this backward: set "
+                "sharding.reshard_after_forward and sharding.reshard_after_backward to false"
+            )
+        begin(*args)
 
     def list_reduced(self) -> tuple[bool, ...]:
         """Return for each parameter whether the end of the unit's backward will reduce a gradient of it."""

@@ -67,13 +67,14 @@ from lit_fsdp.sharding.shard import (
     reshard,
 )
 from lit_fsdp.sharding.tensor_parallel import check_gradients
-from lit_fsdp.sharding.torch_internals import gather_when_called, settle_root
+from lit_fsdp.sharding.torch_internals import gather_when_called, refuse_lost_graph, settle_root
 from lit_fsdp.sharding.unit_table import make_table, print_table
 from lit_fsdp.sharding.wrap import Unit, Wrap, get_class
 from lit_fsdp.strategy.data_module import get_data_module
 from lit_fsdp.strategy.finetuning import restore_groups
 from lit_fsdp.strategy.gathered_weights import GatheredWeights, list_limited
 from lit_fsdp.strategy.hang_watch import HangWatch, choose_report_s, watch_for_hangs
+from lit_fsdp.strategy.known_errors import explain
 from lit_fsdp.strategy.launcher import Launcher, describe_ended, note_lost
 from lit_fsdp.strategy.lightning_internals import (
     check_monitors,
@@ -618,6 +619,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
             )
         for root in find_roots(module):
             gather_when_called(root)
+            refuse_lost_graph(root)
         plugin = self.precision_plugin
         _SHARDED[module] = _Sharded(
             settings=self.settings, precision=str(plugin.precision), dtypes=plugin.mixed_precision, plan=self.plan
@@ -945,6 +947,12 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         # Lightning counts votes by a sum over all ranks, and that of ``reduce`` counts the ranks of one layer once.
         vote = torch.tensor(int(decision), device=self.root_device)
         return bool(self.reduce(vote, reduce_op="min" if all else "max"))
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self.lightning_module is not None:
+            explain(exception, self.lightning_module)
 
     @override
     def teardown(self) -> None:

@@ -26,6 +26,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import grad_norm
 from models import Block, to_full
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -799,6 +800,47 @@ def test_networks_may_be_called_outside_of_steps_and_without_gradients(
     build: type[Samples], world_size: int, tmp_path: Path
 ) -> None:
     compare(build, tmp_path, world_size=world_size)
+
+
+class UsesShards(Samples):
+    """Does with weights what sharding does not allow."""
+
+    def __init__(self, use: str) -> None:
+        super().__init__()
+        self.use, self.own = use, nn.Parameter(torch.ones(6, 6))
+
+    def draw(self) -> None: ...
+
+    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        if self.use == "penalty":
+            return loss + sum(parameter.square().sum() for parameter in self.net.parameters())
+        if self.use == "product":
+            return loss + (batch["x"].float() @ self.own).mean()
+        if self.use == "gradient":
+            x = batch["x"].clone().requires_grad_()
+            return torch.autograd.grad(self.net(x).sum(), x, create_graph=True)[0].square().sum()
+        return loss
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        if self.use == "norm":
+            self.log_dict(grad_norm(self.net, 2))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("use", "error", "meaning"),
+    [
+        ("penalty", "got mixed torch.Tensor and DTensor", r"inside its forward.* take weight\.full_tensor\(\)"),
+        ("gradient", "create_graph", "sharding.reshard_after_forward and sharding.reshard_after_backward to false"),
+        ("norm", "not allocated yet", r"take torch\.nn\.utils\.get_total_norm for a norm"),
+        ("product", "to have the same dtype", r"give x\.to\(weight\.dtype\) to products of your own"),
+    ],
+)
+def test_an_error_that_sharding_leads_to_says_what_to_do(use: str, error: str, meaning: str, tmp_path: Path) -> None:
+    options = {"precision": "bf16-mixed" if use == "product" else "32-true"}
+    with pytest.raises(RankError, match=rf"(?s){error}.*{meaning}"):
+        run_ranks(partial(train, **options), partial(UsesShards, use), tmp_path / "out", True)
 
 
 class Timed(nn.Module):

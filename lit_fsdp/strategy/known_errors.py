@@ -1,0 +1,41 @@
+"""What errors of torch mean in a module that is sharded, told beside them."""
+
+from __future__ import annotations
+
+import re
+
+from torch import nn
+
+from lit_fsdp.sharding.shard import find_roots
+
+_MEANINGS = {
+    "got mixed torch.Tensor and DTensor": (
+        "weights of an FSDP unit are whole inside its forward, and shards elsewhere: call the module itself, take "
+        "weight.full_tensor(), or set sharding.reshard_after_forward: false"
+    ),
+    "out of bounds for storage of size 0": (
+        "FSDP2 had let go of a gathered weight by then. Where a block returns an object of a class of its own, let it "
+        "return tensors, tuples or dicts; else set sharding.reshard_after_forward and reshard_after_backward to false"
+    ),
+    "its data is not allocated yet": (
+        "shards were read as plain tensors: take torch.nn.utils.get_total_norm for a norm of gradients, and "
+        ".full_tensor() for all else"
+    ),
+    r"(must|to) have the same dtype.*(BFloat16|Half)": (
+        "weights are gathered in 16 bits: give x.to(weight.dtype) to products of your own"
+    ),
+}
+
+
+def explain(error: BaseException, module: nn.Module) -> None:
+    """Add a note to an error that sharding leads to, with what to do instead.
+
+    Args:
+        error: What a step or a hook has raised.
+        module: The module that was trained.
+    """
+    if not isinstance(error, RuntimeError) or not find_roots(module):
+        return
+    for pattern, meaning in _MEANINGS.items():
+        if re.search(pattern, str(error)):
+            error.add_note(f"{meaning}. More of it: docs/limits.md")
