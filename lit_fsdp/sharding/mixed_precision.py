@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_map_only
 
+from lit_fsdp.adapters.layers import iterate_adapters
 from lit_fsdp.sharding.grad_clipping import group_gradients
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -108,13 +109,15 @@ def cast_inputs(model: nn.Module, param_dtype: torch.dtype | None) -> None:
     """Let layers that compute in 16 bits take floating inputs of another dtype, as they do under autocast.
 
     Such as noise that a step draws in float32: units cast what they are given, and nothing casts what is made inside
-    them. torch refuses such inputs, so what works without this stays as it is. Classes of Transformers cast by
-    themselves, so their layers are spared the microseconds.
+    them. torch refuses such inputs, so what works without this stays as it is. Classes of Transformers and adapters
+    cast by themselves, and adapters without hooks compute in fewer operations.
     """
     callers = [module for module in model.modules() if not type(module).__module__.startswith("transformers.")]
+    adapted = {part for _, adapter in iterate_adapters(model) for part in adapter.modules()}
     for layer in dict.fromkeys((model, *(child for caller in callers for child in caller.children()))):
         weight = next((weight for weight in layer._parameters.values() if weight is not None), None)
-        if weight is None or type(layer).forward not in _IN_ONE_DTYPE or not weight.is_floating_point():
+        # Scripted modules have no forward in their class.
+        if weight is None or layer in adapted or getattr(type(layer), "forward", None) not in _IN_ONE_DTYPE:
             continue
         if (param_dtype or weight.dtype) in (torch.bfloat16, torch.float16):
             layer.register_forward_pre_hook(_cast_to_weights, with_kwargs=True)
