@@ -477,8 +477,12 @@ class TrainerCLI(LightningCLI):
             stop_children(self.trainer.strategy.launcher, patience_s=30)
             raise
         except SystemExit:  # what Lightning makes of Ctrl-C
-            if subcommand == "fit" and self.trainer.interrupted and self.trainer.is_global_zero:
-                report_error(describe_interruption(self._list_checkpoint_folders()))
+            if subcommand == "fit" and self.trainer.interrupted:
+                way_on = describe_interruption(self._list_checkpoint_folders())
+                # A rank that was interrupted alone says so itself.
+                has_started_all = bool(stop_children(self.trainer.strategy.launcher))
+                if has_started_all or not share_refusal(way_on, 2.0, report_error):
+                    report_error(way_on)
             raise
         except Exception as error:
             line = describe_exception(error)

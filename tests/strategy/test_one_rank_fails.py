@@ -7,6 +7,7 @@ from launches import Ended, fork_ranks, run_processes, torchrun, write_run
 
 PLACES = ("backward", "optimizer", "validation", "worker", "checkpoint")
 TASK = """
+import os, signal
 import torch
 import lit_fsdp.checkpoint.sharded
 from lit_fsdp.tasks import CausalLM, TextData
@@ -47,6 +48,8 @@ class LoneTask(CausalLM):
         super().optimizer_step(*args, **kwargs)
         if self.is_due("optimizer"):
             fail()
+        if self.is_due("Ctrl-C"):
+            os.kill(os.getpid(), signal.SIGINT)
 
     def validation_step(self, batch, batch_idx):
         if self.is_due("validation"):
@@ -95,6 +98,15 @@ def test_the_other_rank_does_not_wait_for_the_process_group_to_time_out(place: s
     else:
         assert "only this rank" in ranks[1].err
         assert ranks[0].errors[0].startswith("error: another rank failed first, see the message there")
+
+
+@pytest.mark.full
+def test_a_rank_that_is_interrupted_alone_says_so() -> None:
+    ranks = fork_ranks(*options("Ctrl-C"))
+    assert [rank.code for rank in ranks] == [1, 1], ranks[0].err + ranks[1].err
+    assert ranks[0].errors[0].startswith("error: another rank failed first, see the message there")
+    (line,) = ranks[1].errors
+    assert line.startswith("[rank 1] error: interrupted: --ckpt_path last goes on from runs/")
 
 
 @pytest.mark.slow
