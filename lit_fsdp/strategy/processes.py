@@ -63,16 +63,9 @@ def count_started(
     """
     if (started := _find_started(environ, tasks)) is None:
         return num_devices
-    is_auto, is_default = num_devices == num_found > started.local, num_nodes == 1
-    for name, given, count, what, option, is_left_open in (
-        ("devices", num_devices, started.local, "processes on this node", started.options[0], is_auto),
-        ("num_nodes", num_nodes, started.nodes, "nodes", started.options[1], is_default),
-    ):
-        if given != count and not is_left_open:
-            raise ValueError(
-                f"{name}: got {given}: {started.launcher} started {count} {what}: give the Trainer {name}={count}, or "
-                f"use {option}={given}"
-            )
+    devices = None if num_devices == num_found > started.local else num_devices
+    nodes = None if num_nodes == 1 else num_nodes
+    _check_started(started, devices=devices, num_nodes=nodes, advice="give the Trainer {name}={count}")
     return started.local
 
 
@@ -127,18 +120,22 @@ def _find_started(environ: Mapping[str, str], tasks: Tasks | None) -> _Started |
 
 
 def _take_started(devices: Any, num_nodes: int, started: _Started) -> tuple[Any, int]:
-    count = count_devices(devices)
-    if count not in (None, started.local):
-        raise ValueError(
-            f"trainer.devices: got {devices}: {started.launcher} started {started.local} processes on this node: "
-            f"expected {started.local}, or leave it out, or use {started.options[0]}={count}"
-        )
-    if num_nodes not in (1, started.nodes):
-        raise ValueError(
-            f"trainer.num_nodes: got {num_nodes}: {started.launcher} started {started.nodes} nodes: "
-            f"expected {started.nodes}, or leave it out, or use {started.options[1]}={num_nodes}"
-        )
+    count, nodes = count_devices(devices), None if num_nodes == 1 else num_nodes
+    _check_started(started, devices=count, num_nodes=nodes, advice="expected {count}, or leave it out", of="trainer.")
     return (started.local if count is None else devices), started.nodes
+
+
+def _check_started(started: _Started, *, devices: int | None, num_nodes: int | None, advice: str, of: str = "") -> None:
+    """Refuse numbers that a launcher has not started; ``None`` is one that is left open."""
+    for name, given, count, what, option in (
+        ("devices", devices, started.local, "processes on this node", started.options[0]),
+        ("num_nodes", num_nodes, started.nodes, "nodes", started.options[1]),
+    ):
+        if given not in (None, count):
+            raise ValueError(
+                f"{of}{name}: got {given}: {started.launcher} started {count} {what}: "
+                f"{advice.format(name=name, count=count)}, or use {option}={given}"
+            )
 
 
 def count_devices(devices: Any) -> int | None:
