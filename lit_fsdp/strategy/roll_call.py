@@ -41,6 +41,7 @@ from lit_fsdp.strategy.slurm import choose_port, find_own_tasks
 
 _POLL_S = (0.001, 0.1)  # the first pause and the longest
 _GRACE_S = 5.0  # for what takes a moment once its other end is there
+_LATE_S = 30.0  # how much later than a rank that is refused rank 0 may start
 _REFUSED = "lit_fsdp/refused"  # the line of a rank that will not come
 _UNKNOWN_S = 10.0  # until a name that no server knows is taken for wrong
 
@@ -197,7 +198,8 @@ def share_refusal(line: str, patience_s: float, say: Callable[[str], None]) -> b
     Args:
         line: Of this rank.
         patience_s: How long others wait for rank 0, and rank 0 for them to read.
-        say: Called on rank 0, before the others can know: torchrun ends it as soon as one of them has ended.
+        say: Called on rank 0, before the others can know: torchrun ends it as soon as one of them has ended. Called on
+            a rank that finds no rank 0, before it waits longer for that to start.
     """
     has_group = dist.is_initialized()
     place = _Place(dist.get_rank(), dist.get_world_size(), "", 0) if has_group else _find_place()
@@ -205,14 +207,21 @@ def share_refusal(line: str, patience_s: float, say: Callable[[str], None]) -> b
         return False
     rank, world_size = place.rank, place.world_size
     _shared.append(line)
-    if rank == 0:
+    is_said = rank == 0
+    if is_said:
         say(line)
     try:
         if has_group:
             store = get_store("refusals")
         else:
             name = f"refusals_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"  # agents may keep earlier ones
-            whole = open_store(place.address, place.port, rank=rank, timeout_s=patience_s)
+            options: dict[str, Any] = {"address": place.address, "port": place.port, "rank": rank}
+            try:
+                whole = open_store(**options, timeout_s=patience_s)
+            except RuntimeError:
+                say(line)
+                is_said = True
+                whole = open_store(**options, timeout_s=_LATE_S)
             store = PrefixStore(name, whole)
         if rank == 0:
             store.set("0", line)
@@ -225,9 +234,9 @@ def share_refusal(line: str, patience_s: float, say: Callable[[str], None]) -> b
         if store.add("readers", 1) == world_size - 1:
             store.delete_key("readers")
             store.delete_key("0")
-        return is_told
+        return is_told or is_said
     except (DistError, ValueError, RuntimeError):  # it went with another rank
-        return rank == 0
+        return is_said
 
 
 class _Place(NamedTuple):

@@ -186,10 +186,12 @@ def test_the_first_rank_says_the_line_of_all_before_torchrun_can_end_it_for_one_
 @pytest.mark.full
 @pytest.mark.parametrize("launcher", [SLURM, OWN_STORE])
 def test_the_first_rank_says_the_line_of_all_where_no_agent_has_a_store(
-    tmp_path: Path, launcher: dict[str, str]
+    tmp_path: Path, launcher: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert share(tmp_path, find_free_port(), 0, 1, 2, launcher=launcher) == [True, True, True]
-    assert share(tmp_path, find_free_port(), 1, launcher=launcher) == [False]  # only one has something to say
+    (tmp_path / "said").unlink()
+    monkeypatch.setattr(roll_call, "_LATE_S", 0.3)
+    assert share(tmp_path, find_free_port(), 1, launcher=launcher) == [True]  # there is no first one: it says it itself
 
 
 def test_a_rank_that_ends_alone_before_it_signs_in_ends_the_roll_call_unless_it_starts_again(tmp_path: Path) -> None:
@@ -199,6 +201,17 @@ def test_a_rank_that_ends_alone_before_it_signs_in_ends_the_roll_call_unless_it_
         assert share(tmp_path, port, 1, launcher=agent | {"TORCHELASTIC_RESTART_COUNT": count}) == [False]
         with pytest.raises(RuntimeError, match=line):
             call_roll(store, sign_in(0, {}), world_size=3, timeout_s=0.3 if count == "0" else 30)
+
+
+def test_a_rank_that_slurm_starts_before_the_first_one_ends_its_roll_call(tmp_path: Path) -> None:
+    port = find_free_port()
+    with ThreadPoolExecutor() as pool:
+        early = pool.submit(share, tmp_path, port, 1, launcher=SLURM)
+        assert wait_until((tmp_path / "said").exists, 30)  # it has waited for the first rank, in vain
+        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        with pytest.raises(RuntimeError, match=r"^rank 1 on .* ended: the same$"):
+            call_roll(store, sign_in(0, {}), world_size=3, timeout_s=30)
+        assert early.result() == [True]
 
 
 def meet(store: Store, rank: int, count: int, timeout_s: float) -> str:
