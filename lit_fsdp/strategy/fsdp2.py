@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import CUDAAccelerator
@@ -93,7 +94,7 @@ from lit_fsdp.strategy.notebook_launcher import NotebookLauncher, check_weights,
 from lit_fsdp.strategy.overlapped_optimizer import overlap_optimizer
 from lit_fsdp.strategy.precision_plugin import FSDP2Precision, translate_precision
 from lit_fsdp.strategy.process_group import MAX_TIMEOUT_S, init_process_group
-from lit_fsdp.strategy.processes import count_started, describe_idle_cores
+from lit_fsdp.strategy.processes import count_started, describe_idle_cores, refuse_unread
 from lit_fsdp.strategy.random_streams import RandomStreams
 from lit_fsdp.strategy.rank_facts import check_shared_rows, list_device_facts, list_device_notes, list_row_facts
 from lit_fsdp.strategy.rank_paths import RankPaths, watch_paths
@@ -329,11 +330,17 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        if self.cluster_environment.creates_processes_externally and self.parallel_devices:
+        is_rank = self.cluster_environment.creates_processes_externally
+        # Which is there where Lightning found no launcher.
+        if type(self.cluster_environment) is LightningEnvironment and (is_rank or self.num_nodes == 1):
+            refuse_unread(os.environ, num_ranks=len(self.parallel_devices or ()) * self.num_nodes if is_rank else 1)
+        if is_rank and self.parallel_devices:
+            is_default = isinstance(self.cluster_environment, LightningEnvironment)
             started = count_started(
                 len(self.parallel_devices),
                 self.num_nodes,
                 num_found=type(self.accelerator).auto_device_count(),  # type: ignore[union-attr]
+                num_ranks=None if is_default else self.cluster_environment.world_size(),
                 environ=os.environ,
                 tasks=find_own_tasks() if isinstance(self.cluster_environment, SLURMEnvironment) else None,
             )
@@ -343,7 +350,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
                     "that was started; the others stay idle"
                 )
             self.parallel_devices = self.parallel_devices[:started]
-        if not self.cluster_environment.creates_processes_externally:
+        if not is_rank:
             is_forked = is_notebook() and self.num_processes * self.num_nodes > 1
             forks = NotebookLauncher(self, num_nodes=self.num_nodes) if is_forked else None
             self._launcher = forks or Launcher(self.cluster_environment, self.num_processes, self.num_nodes)

@@ -10,6 +10,8 @@ from typing import Any
 from lit_fsdp.strategy.slurm import Tasks
 
 _TORCHRUN_VARIABLES = ("RANK", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
+# How other launchers tell a process that it is one of several: Kubernetes operators and scripts, Open MPI, MPICH.
+_OTHER_VARIABLES = {"WORLD_SIZE": "RANK", "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK", "PMI_SIZE": "PMI_RANK"}
 _MOST_PROCESSES = 1024  # of one machine
 
 
@@ -44,7 +46,13 @@ def choose_processes(
 
 
 def count_started(
-    num_devices: int, num_nodes: int, *, num_found: int, environ: Mapping[str, str], tasks: Tasks | None = None
+    num_devices: int,
+    num_nodes: int,
+    *,
+    num_found: int,
+    num_ranks: int | None,
+    environ: Mapping[str, str],
+    tasks: Tasks | None = None,
 ) -> int:
     """Return how many ranks this node has where the Trainer of a script counted its devices.
 
@@ -55,6 +63,7 @@ def count_started(
         num_devices: That the Trainer has.
         num_nodes: Likewise.
         num_found: How many it has with ``devices="auto"``.
+        num_ranks: That the launcher has started on all nodes, if Lightning knows.
         environ: Of this process.
         tasks: Of SLURM, if that has started it.
 
@@ -62,11 +71,38 @@ def count_started(
         ValueError: The launcher has started another number of processes.
     """
     if (started := _find_started(environ, tasks)) is None:
+        if num_ranks not in (None, num_devices * num_nodes):
+            raise ValueError(
+                f"devices: got {num_devices}, with num_nodes {num_nodes}: {num_ranks} processes were started: give the "
+                "Trainer devices and num_nodes whose product that is"
+            )
         return num_devices
     devices = None if num_devices == num_found > started.local else num_devices
     nodes = None if num_nodes == 1 else num_nodes
     _check_started(started, devices=devices, num_nodes=nodes, advice="give the Trainer {name}={count}")
     return started.local
+
+
+def refuse_unread(environ: Mapping[str, str], num_ranks: int) -> None:
+    """Refuse a process that is one of several by variables that Lightning does not read: each would train alone.
+
+    Args:
+        environ: Of this process.
+        num_ranks: That it takes itself for one of; 1 where it starts ranks on its own.
+
+    Raises:
+        ValueError: With the variables that are missing.
+    """
+    if is_torchrun(environ) or "SLURM_STEP_ID" in environ:
+        return
+    for size, rank in _OTHER_VARIABLES.items():
+        if rank in environ and environ.get(size) not in (None, "1", str(num_ranks)):
+            missing = ", ".join(name for name in _TORCHRUN_VARIABLES if name not in environ)
+            raise ValueError(
+                f"{size}: got {environ[size]} in the environment, with {rank} {environ[rank]}, but not {missing}: "
+                f"each process would train alone: start them with torchrun or srun, set what is missing as torchrun "
+                f"does, or unset {size} and {rank}"
+            )
 
 
 def describe_shared_cores(num_processes: int) -> str | None:

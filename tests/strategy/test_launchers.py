@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import pytest
 from launches import OURS, Ended, find_free_port, fork_ranks, run_processes, torchrun, write_run
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.plugins.environments import KubeflowEnvironment, SLURMEnvironment
 
 from lit_fsdp import FSDP2Strategy, Mesh
 from lit_fsdp.strategy.launcher import check_nodes_by_hand
@@ -127,6 +127,34 @@ def test_without_a_launcher_the_trainer_starts_its_own_processes(monkeypatch: py
     strategy = FSDP2Strategy()
     pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, enable_checkpointing=False)
     assert strategy.launcher is not None
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"RANK": "0", "WORLD_SIZE": "2"},
+        {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"},
+    ],
+)
+def test_a_process_that_a_launcher_nobody_reads_has_started_does_not_train_alone(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    for name in OURS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"_?SIZE: got 2 .* GROUP_RANK, .*: each process would train alone: start"):
+        pl.Trainer(accelerator="cpu", strategy=FSDP2Strategy(), logger=False)
+
+
+def test_as_many_ranks_as_a_launcher_that_only_lightning_reads_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n7", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    options = {"accelerator": "cpu", "plugins": KubeflowEnvironment(), "logger": False, "enable_checkpointing": False}
+    assert pl.Trainer(**options, num_nodes=2, devices=1, strategy=FSDP2Strategy()).world_size == 2
+    with pytest.raises(ValueError, match=r"devices: got 1, with num_nodes 1: 2 processes were started: give the"):
+        pl.Trainer(**options, strategy=FSDP2Strategy())
 
 
 def test_nodes_that_nothing_has_told_where_they_are_are_refused_before_they_wait_for_each_other() -> None:
