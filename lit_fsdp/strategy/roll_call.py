@@ -293,15 +293,36 @@ def describe_difference(present: Sequence[Presence]) -> str | None:
     if all(other.facts == first.facts for other in others):
         return None
     for name in dict.fromkeys(name for presence in present for name in presence.facts):
-        expected = first.facts.get(name, "not set")
-        if differing := [p for p in others if not _is_same(p.facts.get(name, "not set"), expected)]:
-            value = differing[0].facts.get(name, "not set")
-            same = [p.rank for p in differing if p.facts.get(name, "not set") == value]
+        expected = _read_fact(first, name)
+        if differing := [p for p in others if not _is_same(_read_fact(p, name), expected)]:
+            value = _read_fact(differing[0], name)
+            same = [p.rank for p in differing if _read_fact(p, name) == value]
+            name, expected, value = _narrow(name, expected, value)
             return (
                 f"{name}: rank {first.rank} on {first.host} has {expected}, {name_ranks(same)} on "
                 f"{differing[0].host} has {value}: expected the same on all ranks"
             )
     return None
+
+
+def _read_fact(presence: Presence, name: str) -> str:
+    """Return a fact; of settings that are one value elsewhere, all."""
+    parts = {key.removeprefix(f"{name}."): text for key, text in presence.facts.items() if key.startswith(f"{name}.")}
+    return presence.facts.get(name) or ", ".join(f"{key} {text}" for key, text in parts.items()) or "not set"
+
+
+def _narrow(name: str, text: str, other: str) -> tuple[str, str, str]:
+    """Return the first part of a fact that differs, and both of its values: of all they would be too long to read."""
+    with suppress(ValueError):  # no JSON
+        value, others = json.loads(text), json.loads(other)
+        if isinstance(value, list) and isinstance(others, list):
+            value, others = dict(enumerate(value)), dict(enumerate(others))
+        if isinstance(value, dict) and isinstance(others, dict):
+            for key in dict.fromkeys([*value, *others]):
+                both = [json.dumps(side[key]) if key in side else "not set" for side in (value, others)]
+                if not _is_same(*both):
+                    return _narrow(f"{name}[{key}]" if isinstance(key, int) else f"{name}.{key}", *both)
+    return name, text, other
 
 
 def _is_same(text: str, other: str) -> bool:

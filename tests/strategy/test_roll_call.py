@@ -80,6 +80,21 @@ def test_what_differs_is_named_with_both_values_and_hosts(tmp_path: Path) -> Non
     }
 
 
+def test_of_long_settings_what_differs_is_named_alone() -> None:
+    layers = {"class_path": "Layers", "init_args": {"many": list(range(200)), "size": 32, "folder": "a path"}}
+    facts = {"callbacks": [layers], "model.optimizer": None}
+    changed = layers | {"init_args": layers["init_args"] | {"size": 64, "folder": "data"}}  # type: ignore[operator]
+    for other, line in {
+        ("callbacks", json.dumps([changed])): "callbacks[0].init_args.size: rank 0 on {} has 32, rank 1 on {} has 64:",
+        ("callbacks", json.dumps([layers, 1])): "callbacks[1]: rank 0 on {} has not set, rank 1 on {} has 1:",
+        ("model.optimizer.lr", "0.1"): "model.optimizer: rank 0 on {} has null, rank 1 on {} has lr 0.1:",
+    }.items():
+        first = {name: json.dumps(value) for name, value in facts.items()}
+        second = {name: text for name, text in first.items() if not other[0].startswith(f"{name}.")} | dict([other])
+        said = describe_difference([sign_in(0, first), sign_in(1, second)])
+        assert said == line.format(*[socket.gethostname()] * 2) + " expected the same on all ranks"
+
+
 def test_what_may_differ_is_told_by_rank_0_and_ends_nothing(tmp_path: Path) -> None:
     notes = lambda rank: {"GPU": "large" if rank == 1 else "small"}  # noqa: E731
     found = start_ranks(tmp_path, 0, 1, 2, world_size=3, port=find_free_port(), notes=notes)
