@@ -58,7 +58,13 @@ from lit_fsdp.sharding.settings import PRESETS
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy  # registers `strategy: fsdp2`
 from lit_fsdp.strategy.launcher import describe_failed, end_for_lost, stop_children
 from lit_fsdp.strategy.lightning_internals import list_waiting_monitors
-from lit_fsdp.strategy.processes import choose_processes, count_devices, describe_shared_cores, is_torchrun
+from lit_fsdp.strategy.processes import (
+    choose_processes,
+    count_devices,
+    describe_shared_cores,
+    is_torchrun,
+    refuse_unread,
+)
 from lit_fsdp.strategy.roll_call import share_refusal
 from lit_fsdp.strategy.slurm import describe_idle, find_own_tasks, mend_variables
 from lit_fsdp.strategy.trainer_settings import (
@@ -288,6 +294,8 @@ class TrainerCLI(LightningCLI):
             refuse_null(self.trainer_class, vars(settings))
             refuse_float16_on_cpu(*({**vars(settings), **kwargs}[name] for name in ("precision", "accelerator")))
             trainer = super().instantiate_trainer(devices=self.devices, num_nodes=self.num_nodes, **kwargs)
+            environment = getattr(trainer.strategy, "cluster_environment", None)
+            refuse_unread(os.environ, environment, trainer.num_devices, trainer.num_nodes)
         except Exception as error:
             line = describe_exception(error, trusted=("lit_fsdp", "lightning"), is_building=True)
             if line is None or is_debugging():

@@ -331,9 +331,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         is_rank = self.cluster_environment.creates_processes_externally
-        # Which is there where Lightning found no launcher.
-        if type(self.cluster_environment) is LightningEnvironment and (is_rank or self.num_nodes == 1):
-            refuse_unread(os.environ, num_ranks=len(self.parallel_devices or ()) * self.num_nodes if is_rank else 1)
+        refuse_unread(os.environ, self.cluster_environment, len(self.parallel_devices or ()), self.num_nodes)
         if is_rank and self.parallel_devices:
             is_default = isinstance(self.cluster_environment, LightningEnvironment)
             started = count_started(

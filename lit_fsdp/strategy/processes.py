@@ -7,11 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+
 from lit_fsdp.strategy.slurm import Tasks
 
 _TORCHRUN_VARIABLES = ("RANK", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
 # How other launchers tell a process that it is one of several: Kubernetes operators and scripts, Open MPI, MPICH.
-_OTHER_VARIABLES = {"WORLD_SIZE": "RANK", "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK", "PMI_SIZE": "PMI_RANK"}
+OTHER_VARIABLES = {"WORLD_SIZE": "RANK", "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK", "PMI_SIZE": "PMI_RANK"}
 _MOST_PROCESSES = 1024  # of one machine
 
 
@@ -83,19 +86,25 @@ def count_started(
     return started.local
 
 
-def refuse_unread(environ: Mapping[str, str], num_ranks: int) -> None:
+def refuse_unread(environ: Mapping[str, str], found: ClusterEnvironment | None, num_devices: int, nodes: int) -> None:
     """Refuse a process that is one of several by variables that Lightning does not read: each would train alone.
 
     Args:
         environ: Of this process.
-        num_ranks: That it takes itself for one of; 1 where it starts ranks on its own.
+        found: What Lightning found in it.
+        num_devices: That the Trainer has.
+        nodes: Likewise.
 
     Raises:
         ValueError: With the variables that are missing.
     """
-    if is_torchrun(environ) or "SLURM_STEP_ID" in environ:
+    is_rank = found is not None and found.creates_processes_externally
+    is_read = found is not None and type(found) is not LightningEnvironment
+    is_by_hand = not is_rank and nodes > 1  # by NODE_RANK, and this process starts the ranks of its node
+    if is_torchrun(environ) or "SLURM_STEP_ID" in environ or is_read or is_by_hand:
         return
-    for size, rank in _OTHER_VARIABLES.items():
+    num_ranks = num_devices * nodes if is_rank else 1
+    for size, rank in OTHER_VARIABLES.items():
         if rank in environ and environ.get(size) not in (None, "1", str(num_ranks)):
             missing = ", ".join(name for name in _TORCHRUN_VARIABLES if name not in environ)
             raise ValueError(

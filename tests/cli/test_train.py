@@ -505,6 +505,15 @@ def test_the_number_of_processes_comes_from_torchrun_where_nothing_is_set(
         assert choose() == expected
 
 
+def test_processes_of_mpirun_do_not_train_alone_under_other_strategies_either(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    assert main(["fit", "--config=run.yaml", "--trainer.strategy=ddp"]) == 2
+    assert "OMPI_COMM_WORLD_SIZE: got 2 in the environment" in capsys.readouterr().err
+
+
 @pytest.mark.full
 def test_a_number_of_batches_stays_whole_whatever_was_imported_before(folder: Path) -> None:
     # Python's typing gives the Trainer's Optional[Union[int, float]] as it was made first; here as after any `bench`.

@@ -25,11 +25,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lit_fsdp.planning.search.search import Candidate, Problem
 from lit_fsdp.strategy.hang_watch import HangWatch
+from lit_fsdp.strategy.processes import OTHER_VARIABLES
 
 _WORKER = "lit_fsdp.planning.search.traced"
 REQUEST, RESULT = "request.pkl", "result.pkl"  # files in the folder that the process is told
 # Of launchers, which would make a rank of it.
-_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR")
+_RANK_VARIABLES = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR"),
+    *OTHER_VARIABLES.values(),
+)
 
 
 class NotPicklableError(ValueError):
