@@ -89,14 +89,17 @@ class CheckpointWriter:
         self.data_ranks: DataRanks | None = None  # which random numbers this rank draws
         self.report = report
         self.skipped: set[Location] = set()  # for want of space; the same on all ranks
+        self.on_skip: Callable[[], None] = lambda: None  # called on all ranks when one was added
         self.save_number = 0  # of the last save; only that of rank 0 is written
         self._group: dist.ProcessGroup | None = None
         self._stager = Stager()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._to_remove: dict[Location, Callable[[], None]] = {}  # once the newest is safe
+        self._to_link: list[Callable[[], None]] = []  # likewise, unless it is skipped
         self._in_flight: Location | None = None
-        self.missing: Location | None = None  # the newest that was due, if it could not be saved
+        self.newest: Location | None = None  # that was due
+        self.missing: Location | None = None  # the same, if it could not be saved
 
     def choose_parameters(self, model: nn.Module) -> None:
         """Choose which parameters to write; refuse to leave out those that the model would not get back.
@@ -209,8 +212,8 @@ class CheckpointWriter:
             RuntimeError: This save, or the one that was in flight, failed.
         """
         self.wait()
-        self._to_remove.pop(_name_place(path), None)  # what is due to go is the one that this replaces
-        self.missing = path  # until it is there
+        self.keep(path)  # what is due to go is the one that this replaces
+        self.newest = self.missing = path  # until it is there
         tensors = ("state_dict", "optimizer_states", EXTRA)
         state = join_states(checkpoint["state_dict"], checkpoint.get("optimizer_states", []))
         if EXTRA in checkpoint:
@@ -264,6 +267,17 @@ class CheckpointWriter:
         else:
             self._to_remove[_name_place(path)] = remove
 
+    def keep(self, path: Location) -> None:
+        """Do not remove what ``remove`` was called for."""
+        self._to_remove.pop(_name_place(path), None)
+
+    def link(self, path: Location, link: Callable[[], None]) -> None:
+        """Let a link lead to a checkpoint once it is there; never, if its save is skipped. All ranks must call it."""
+        if self._thread is not None and path == self._in_flight:
+            self._to_link.append(link)
+        elif path not in self.skipped:
+            link()
+
     def wait(self) -> None:
         """Wait for the save in flight, raise its error, and do what had to wait for it."""
         if self._thread is None:
@@ -273,6 +287,7 @@ class CheckpointWriter:
         error, self._error = self._error, None
         if error is not None:
             self.missing = self._in_flight
+            self._to_link.clear()
             if (found := find_disk_full(error)) is not None and self.missing is not None:
                 self._skip(self.missing, str(found))
                 return
@@ -290,12 +305,14 @@ class CheckpointWriter:
             f"checkpoint {path} was NOT saved: {why}; training goes on, older checkpoints are kept; free some space "
             "before the next one is due"
         )
+        self.on_skip()
 
     def _note_safe(self) -> None:
         self.missing = None
-        removals, self._to_remove = self._to_remove, {}
-        for remove in removals.values():
-            remove()
+        links, removals = self._to_link, self._to_remove
+        self._to_link, self._to_remove = [], {}
+        for do in (*links, *removals.values()):
+            do()
 
     def _write(
         self,

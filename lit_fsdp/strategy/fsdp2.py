@@ -81,11 +81,11 @@ from lit_fsdp.strategy.lightning_internals import (
     check_monitors,
     count_steps_of_loggers,
     evaluate_without_inference_mode,
+    forget_skipped,
     forget_train_loader,
     get_evaluation_loop,
     is_last_micro_batch,
     is_placeholder,
-    keep_links,
     save_where_all_fail,
     save_whole_steps,
     watch_monitors,
@@ -469,7 +469,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         self.model = module = self._module
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         evaluate_without_inference_mode(trainer)
-        self._hooks += keep_links(trainer, self._writer.skipped)
+        self._hooks += forget_skipped(trainer, self._writer)
         self._hooks += watch_monitors(trainer)
         self._hooks += save_where_all_fail(trainer, has_begun=lambda: self._has_seen_step)
         self._hooks += save_whole_steps(trainer)
@@ -839,6 +839,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         refuse_lost_weights(self._module)
+        self._writer.wait()  # what callbacks save of themselves depends on whether it succeeds
         self.finish_steps()
         sync_buffers(self._module)
         return self._writer.get_model_state(self._module)

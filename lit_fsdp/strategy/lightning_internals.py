@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Mapping
+from copy import copy
 from difflib import get_close_matches
 from functools import partial
 from itertools import count
@@ -23,6 +24,7 @@ from torch.distributed import DistError
 from torch.optim import Optimizer
 
 from lit_fsdp.checkpoint.remote import Location, locate
+from lit_fsdp.checkpoint.writer import CheckpointWriter
 from lit_fsdp.errors import describe_unknown_metric
 from lit_fsdp.sharding.replaced_method import ReplacedMethod
 from lit_fsdp.strategy.roll_call import get_store, wait_until
@@ -162,17 +164,50 @@ def has_requeue_checkpoint(trainer: pl.Trainer) -> bool:
     return trainer._checkpoint_connector._hpc_resume_path is not None
 
 
-def keep_links(trainer: pl.Trainer, skipped: Collection[Location]) -> list[ReplacedMethod]:
-    """Leave the ``last.ckpt`` of every ``ModelCheckpoint`` where it is instead of linking it to a skipped save.
+_CHANGES = {  # what methods of ModelCheckpoint that save change of it
+    "_save_topk_checkpoint": (
+        *("best_k_models", "best_model_path", "best_model_score"),
+        *("current_score", "kth_best_model_path", "kth_value"),
+    ),
+    "_save_last_checkpoint": ("last_model_path",),
+}
 
-    ``skipped`` is looked at when a link is due, and has to be the same on all ranks.
+
+def forget_skipped(trainer: pl.Trainer, writer: CheckpointWriter) -> list[ReplacedMethod]:
+    """Leave every ``ModelCheckpoint`` as it was before a save that was skipped, beside training too.
+
+    Its best ones, and what is called ``last``, stay and stay known: otherwise they would go with the next save, and
+    what is better than them, but not than the one that is not there, would not be saved. Nor is ``last.ckpt`` linked
+    to it; a save in flight is linked when it is there.
     """
+    noted: dict[tuple[ModelCheckpoint, str], tuple[Location | None, dict[str, Any]]] = {}
+
+    def forget() -> None:
+        for (callback, method), (path, before) in list(noted.items()):
+            if path in writer.skipped:
+                del noted[callback, method]
+                vars(callback).update(before)
+                for kept in (*callback.best_k_models, callback.best_model_path, callback.last_model_path):
+                    writer.keep(locate(kept))
+
+    def save(callback: ModelCheckpoint, method: str, original: Callable[..., None], *args: Any) -> None:
+        if method == "_save_topk_checkpoint":
+            writer.wait()  # whether there is a better one depends on what is there
+        before = {name: copy(getattr(callback, name)) for name in _CHANGES[method]}
+        original(*args)
+        noted[callback, method] = writer.newest, before
+        forget()
 
     def link(linker: Callable[..., None], trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
-        if locate(trainer.strategy.broadcast(filepath)) not in skipped:
-            linker(trainer, filepath, linkpath)
+        path = locate(trainer.strategy.broadcast(filepath))
+        writer.link(path, partial(linker, trainer, filepath, linkpath))
 
-    return [ReplacedMethod(callback, "_link_checkpoint", link) for callback in _list_model_checkpoints(trainer)]
+    writer.on_skip = forget
+    savers = _list_model_checkpoints(trainer)
+    return [
+        *(ReplacedMethod(c, method, partial(save, c, method)) for c in savers for method in _CHANGES),
+        *(ReplacedMethod(c, "_link_checkpoint", link) for c in savers),
+    ]
 
 
 def save_whole_steps(trainer: pl.Trainer) -> list[ReplacedMethod]:

@@ -1,5 +1,6 @@
 """Damage is found before loading, saving beside training changes nothing, a full disk ends no run."""
 
+import errno
 import os
 import resource
 import shutil
@@ -12,7 +13,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils._pytree import tree_flatten_with_path
@@ -33,6 +35,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.checkpoint import manifest
+from lit_fsdp.checkpoint import writer as writer_module
 from lit_fsdp.checkpoint.latest import is_whole
 from lit_fsdp.checkpoint.manifest import (
     ChecksumFileSystem,
@@ -44,6 +47,7 @@ from lit_fsdp.checkpoint.manifest import (
     read_position,
     write_manifest,
 )
+from lit_fsdp.checkpoint.reader import read_plain
 from lit_fsdp.checkpoint.remote import RemotePath, UnreachableError
 from lit_fsdp.checkpoint.sharded import agree, save_checkpoint
 from lit_fsdp.checkpoint.writer import CheckpointFormat, CheckpointWriter
@@ -376,6 +380,57 @@ def test_a_disk_that_takes_no_more_skips_the_save_on_all_ranks_and_the_run_goes_
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_a_checkpoint_that_outlived_a_failed_save_goes_after_the_next(tmp_path: Path, is_async: bool) -> None:
     run_ranks(fail_once, tmp_path, is_async)
+
+
+class Scored(BoringModel):
+    """Logs a score of its choice in each step."""
+
+    SCORES = (3.0, 2.0, 2.5, 4.0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("score", self.SCORES[batch_idx])
+        return super().training_step(batch, batch_idx)
+
+
+def fill_up_for_the_second_best(folder: Path, is_async: bool) -> None:
+    def save(path: Path, *args: Any, **options: Any) -> None:
+        if path.name == "best-step=2.ckpt":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save_checkpoint(path, *args, **options)
+
+    best = ModelCheckpoint(folder, "best-{step}", "score", save_last="link", every_n_train_steps=1)
+    each = ModelCheckpoint(folder, "each-{step}", save_top_k=-1, every_n_train_steps=1, save_on_train_epoch_end=False)
+    links: list[tuple[str, bool]] = []
+
+    class Look(Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            if (folder / "last.ckpt").is_symlink():
+                links.append(((folder / "last.ckpt").readlink().name, is_complete(folder / "last.ckpt")))
+
+    strategy = FSDP2Strategy(print_plan=False, async_save=is_async)
+    trainer = build_trainer(
+        strategy, callbacks=[best, each, Look()], max_steps=4, limit_val_batches=0, enable_checkpointing=True
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer_module, "save_checkpoint", save)
+        trainer.fit(Scored())
+    torch.distributed.barrier()  # rank 0 lets go of its lock
+    names = {f"each-step={step}.ckpt" for step in range(1, 5)}
+    assert {path.name for path in folder.iterdir()} == {*names, "best-step=3.ckpt", "last.ckpt"}
+    # The one that is worse than what could not be saved has taken the place of the first.
+    assert [best.best_model_path] == list(best.best_k_models) == [str(folder / "best-step=3.ckpt")]
+    assert all(is_there for _, is_there in links)
+    assert [name for name, _ in links] == ["best-step=1.ckpt"] * 2 + ["best-step=3.ckpt"]
+    saved = read_plain(folder / "each-step=2.ckpt")["callbacks"][best.state_key]
+    assert Path(saved["best_model_path"]).name == "best-step=1.ckpt"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_the_best_stays_and_is_linked_where_the_disk_had_no_room_for_a_better_one(
+    tmp_path: Path, is_async: bool
+) -> None:
+    run_ranks(fill_up_for_the_second_best, tmp_path, is_async)
 
 
 def test_every_file_and_name_is_on_the_disk_before_the_older_checkpoint_goes(
