@@ -25,7 +25,7 @@ from typing import TypeVar
 
 from filelock import Timeout
 
-from lit_fsdp.checkpoint.manifest import is_complete
+from lit_fsdp.checkpoint.manifest import MANIFEST, is_complete
 from lit_fsdp.checkpoint.remote import Location, RemotePath, leave_what_stays
 from lit_fsdp.files import hold_lock, refuse_unwritable, sync_path
 
@@ -132,13 +132,16 @@ def discard(path: Location) -> None:
         with leave_what_stays(path):
             path.remove()
         return
+    gone = path
     with suppress(OSError):  # such as of another run in this folder, which removes it, too
-        if path.is_symlink():
-            path.unlink()
+        if path.is_dir() and not path.is_symlink():
+            gone = path.rename(name_beside(path))  # where the next start removes what is left of it, if this is killed
+            (gone / MANIFEST).unlink(missing_ok=True)  # then whoever tidies does not put it back
+            shutil.rmtree(gone, ignore_errors=True)
         else:
-            remove_beside(path)
-    if path.exists():
-        warnings.warn(f"{path} could not be removed, and takes space until you remove it", stacklevel=2)
+            path.unlink(missing_ok=True)
+    if gone.exists():
+        warnings.warn(f"{gone} could not be removed, and takes space until you remove it", stacklevel=2)
 
 
 def put_in_place(path: Path, beside: Path) -> None:

@@ -21,7 +21,7 @@ from lit_fsdp.checkpoint import sharded, single_file
 from lit_fsdp.checkpoint.latest import find_last_checkpoint
 from lit_fsdp.checkpoint.leftovers import tidy_folders
 from lit_fsdp.checkpoint.manifest import MANIFEST, is_complete, read_position
-from lit_fsdp.checkpoint.places import name_replaced
+from lit_fsdp.checkpoint.places import discard, name_replaced
 from lit_fsdp.checkpoint.sharded import load_checkpoint, save_checkpoint
 from lit_fsdp.checkpoint.single_file import read_single_file, save_single_file
 
@@ -299,8 +299,30 @@ def test_what_two_runs_remove_at_once_is_gone_and_ends_neither(tmp_path: Path, m
             strategy.remove_checkpoint(tmp_path / f"{name}.ckpt")
     assert list(tmp_path.iterdir()) == [tmp_path / "b.ckpt"]
     monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
-    with pytest.warns(UserWarning, match=r"b\.ckpt could not be removed"):
+    with pytest.warns(UserWarning, match=r"b\.ckpt\.incomplete could not be removed"):
         strategy.remove_checkpoint(tmp_path / "b.ckpt")
+
+
+def test_what_a_run_was_removing_when_it_was_killed_goes_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "a.ckpt", 1)
+    save(tmp_path / "b.ckpt", 2)
+    unlink = os.unlink
+
+    def unlink_one(name: Any, **options: Any) -> None:
+        if str(name).endswith(".distcp"):
+            die()
+        unlink(name, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", unlink_one)
+        run_until_killed(lambda: discard(tmp_path / "a.ckpt"))
+    assert len(list(tmp_path.iterdir())) == 2
+    said: list[str] = []
+    tidy_folders([tmp_path], said.append)
+    assert [path.name for path in tmp_path.iterdir()] == ["b.ckpt"]
+    assert len(said) == 1
 
 
 def test_a_single_file_that_is_cut_short_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
