@@ -1,7 +1,7 @@
 """Where a checkpoint lies while it takes the place of another one, and whether somebody still writes it.
 
-Note [Claims]: for as long as rank 0 writes a checkpoint, or tidies what lies beside it, it holds a lock beside its
-place. So what lies there when somebody gets the lock was left by a killed process.
+Note [Claims]: for as long as rank 0 writes or removes a checkpoint, or tidies what lies beside it, it holds a lock
+beside its place. So what lies there when somebody gets the lock was left by a killed process.
 
 Stores at an address have no locks: there a file says on which machine which process writes, and when that process
 began, as a container that restarts has the same names and numbers again. What another machine writes is taken for
@@ -133,11 +133,13 @@ def discard(path: Location) -> None:
             path.remove()
         return
     gone = path
-    with suppress(OSError):  # such as of another run in this folder, which removes it, too
+    with suppress(OSError, ClaimedError):  # such as of another run in this folder, which removes or writes it, too
         if path.is_dir() and not path.is_symlink():
-            gone = path.rename(name_beside(path))  # where the next start removes what is left of it, if this is killed
-            (gone / MANIFEST).unlink(missing_ok=True)  # then whoever tidies does not put it back
-            shutil.rmtree(gone, ignore_errors=True)
+            with claim(path):
+                # There the next start removes what is left of it, if this is killed, and does not put it back.
+                gone = path.rename(name_beside(path))
+                (gone / MANIFEST).unlink(missing_ok=True)
+                shutil.rmtree(gone, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
     if gone.exists():

@@ -318,7 +318,7 @@ def test_what_a_run_was_removing_when_it_was_killed_goes_at_the_next_start(
     with monkeypatch.context() as patch:
         patch.setattr(os, "unlink", unlink_one)
         run_until_killed(lambda: discard(tmp_path / "a.ckpt"))
-    assert len(list(tmp_path.iterdir())) == 2
+    assert (tmp_path / ".a.ckpt.incomplete").is_dir()
     said: list[str] = []
     tidy_folders([tmp_path], said.append)
     assert [path.name for path in tmp_path.iterdir()] == ["b.ckpt"]
