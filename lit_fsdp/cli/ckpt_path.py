@@ -85,6 +85,12 @@ def locate_checkpoint(given: str) -> Location:
 
 def _find_last(command: str, model: LightningModule, run_root: Path, folders: list[Location]) -> str | None:
     """Return the newest complete checkpoint of the runs of a name; Lightning would look into that of the new run."""
+    for folder in (*run_root.glob("version_*"), *folders):  # a search would pass over it
+        if isinstance(folder, Path) and folder.is_dir() and not os.access(folder, os.R_OK | os.X_OK):
+            raise ConfigError(
+                f"ckpt_path: got 'last': {folder} cannot be read, and may hold the newest checkpoint: make it "
+                "readable, or give the path of a checkpoint"
+            )
     if (other := find_other_checkpoint(folders)) is not None:  # to start afresh would lose what it has
         raise ConfigError(
             f"ckpt_path: got 'last': the newest checkpoint, {other}, was not saved by FSDP2Strategy, and says not "

@@ -146,6 +146,8 @@ def describe_exception(
         return f"out of memory: {line.splitlines()[0]}"  # where it was is in the report
     if (meaning := _describe_known(line)) is not None:
         return meaning
+    if isinstance(error, PermissionError) and error.filename is not None and _comes_from(error, trusted):
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
@@ -172,6 +174,14 @@ def _describe_known(line: str) -> str | None:
             "HOME, or write the whole path"
         )
     return None
+
+
+def _comes_from(error: BaseException, packages: Iterable[str]) -> bool:
+    """Whether packages have asked Python itself for what failed."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    while frames and frames[-1].f_globals.get("__name__", "").partition(".")[0] in sys.stdlib_module_names:
+        frames.pop()
+    return bool(frames) and _is_inside(frames[-1].f_code.co_filename, packages)
 
 
 def _is_inside(filename: str, packages: Iterable[str]) -> bool:

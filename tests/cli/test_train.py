@@ -9,11 +9,13 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from unittest.mock import Mock
 
 import lightning.pytorch  # noqa: F401  sets up its loggers, once
 import pytest
 import yaml
 
+from lit_fsdp.checkpoint.manifest import compute_crc32
 from lit_fsdp.cli.main import COMMANDS, format_help, main
 from lit_fsdp.cli.messages import describe_exception
 from lit_fsdp.errors import nearest
@@ -475,6 +477,33 @@ def test_a_bug_in_our_code_is_no_refusal() -> None:
     with pytest.raises(ValueError, match="invalid literal") as bug:  # int("two"), not a raise of ours
         choose_processes("auto", 1, cpu_processes=None, has_accelerator=False, environ=environ)
     assert describe_exception(bug.value) is None
+
+
+def test_what_may_not_be_read_is_told_in_one_line_if_it_is_not_the_users_code_that_reads(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_in_own_code(path: Path) -> None:
+        path.open()
+
+    denied = [PermissionError(errno.EACCES, "Permission denied", "somebody/else/__0_0.distcp") for _ in range(2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", Mock(side_effect=denied))
+        for read, line in (
+            (compute_crc32, "somebody/else/__0_0.distcp: Permission denied"),
+            (read_in_own_code, None),
+        ):
+            with pytest.raises(PermissionError) as caught:
+                read(Path("somebody"))
+            assert describe_exception(caught.value) == line
+    saved = folder / "runs" / "shared" / "version_0"
+    (saved / "checkpoints").mkdir(parents=True)
+    access = os.access
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: not os.fspath(path).endswith("version_0") and access(path, mode)
+    )
+    assert main(["fit", "--config=run.yaml", "--run_name=shared", "--ckpt_path=last"]) == 2  # not afresh
+    (line,) = errors_in(capsys.readouterr().err)
+    assert "version_0 cannot be read, and may hold the newest checkpoint" in line
 
 
 @pytest.mark.parametrize(
