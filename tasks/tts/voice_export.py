@@ -147,8 +147,11 @@ def _build_in(
     for name in [name for name in weights if name.startswith(_SPEAKER_ENCODER)]:
         del weights[name]
     raw["tts_model_type"] = "custom_voice"
+    added = dict(zip(names, rows, strict=True))
+    before = {n: i for n, i in (raw["talker_config"].get("spk_id") or {}).items() if n.lower() not in added}
     raw["talker_config"] |= {
-        "spk_id": {**(raw["talker_config"].get("spk_id") or {}), **dict(zip(names, rows, strict=True))},
+        # The first speaks where nobody is named: as in the run, that of the training data.
+        "spk_id": {**{name: added[name] for name in source.voices if name in added}, **before},
         "spk_is_dialect": {**(raw["talker_config"].get("spk_is_dialect") or {}), **dict.fromkeys(names, False)},
     }
 

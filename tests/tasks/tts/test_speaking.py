@@ -70,7 +70,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("base"))
 
 
-def speak(model: Path, name: str) -> Tensor:
+def speak(model: Path, name: str | None) -> Tensor:
     speaker = open_speaker(str(model), SHORT)
     return speaker.speak([speaker.encode("hello", name, None)], is_streaming=False)[0].codes
 
@@ -122,6 +122,7 @@ def test_a_built_in_voice_says_what_its_embedding_says(run: Path, tmp_path: Path
     for name in ("Kim", "LEE"):
         assert torch.equal(speak(folder, name), speak(run, name))
     assert not torch.equal(speak(folder, "kim"), speak(folder, "lee"))
+    assert torch.equal(speak(folder, None), speak(run, None)), "where nobody is named, the same one speaks"
 
 
 def train_with_built_in_voices(folder: Path) -> None:
