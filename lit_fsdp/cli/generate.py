@@ -151,8 +151,11 @@ class GenerateCLI(TrainerCLI):
 
     @override
     def _add_path(self, line: str, path: str = "") -> str:
-        """Name what the user has called ``prompts``."""
-        return super()._add_path(line, path).replace("data.init_args.predict: ", "prompts: ", 1)
+        """Name what the user has called ``prompts``, and settings of the data as options: there is no YAML."""
+        named = super()._add_path(line, path).replace("data.init_args.predict: ", "prompts: ", 1)
+        named = re.sub(r"such as columns: (\{[^}]*\})", r"such as --data.columns='\1'", named)
+        ours = "|".join(self.settings["data"].init_args.keys())
+        return re.sub(rf"(?<!data )\bset (?=({ours})\b)", "set --data.", named)
 
     @override
     def choose_parts(self, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,12 +1,15 @@
 """A file of prompts is answered as Transformers would, one by one, by any number of ranks."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_run import answer_plainly, make_run, write_prompts
+from chat_run import SIZES, answer_plainly, make_run, write_prompts
 from launches import fork_ranks
+from text_tasks import save_tokenizer
+from training import save_model
 
 from lit_fsdp.cli.main import main
 
@@ -99,3 +102,21 @@ def test_a_wrong_option_is_refused_in_one_line_and_nothing_is_written(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {message}")
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.full
+def test_a_row_that_is_not_known_is_answered_with_an_option_that_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LIT_FSDP_CACHE", str(tmp_path / "cache"))
+    save_model(tmp_path / "base", num_key_value_heads=2, **SIZES)
+    save_tokenizer(tmp_path / "base", ["word1 is 4."])
+    Path("in.jsonl").write_text('{"said": "word1 is", "answered": "4"}\n')
+    args = ("generate", "--model=base", "--prompts=in.jsonl", "--out=out.jsonl", "--max_new_tokens=2")
+    (ended,) = fork_ranks(*args, "--trainer.accelerator=cpu", ranks=1)
+    assert ended.code == 2, ended.err
+    (option,) = shlex.split(ended.err.partition("; set --data.columns, such as ")[2])
+    (ended,) = fork_ranks(*args, "--trainer.accelerator=cpu", option, ranks=1)
+    assert ended.code == 0, ended.err
+    assert [row["prompt"] for row in read("out.jsonl")] == ["user: word1 is\n"]
