@@ -131,7 +131,8 @@ def _explain_loading(
         if quantization["type"] != "int8":
             arguments = f'load_in_4bit=True, bnb_4bit_quant_type="{quantization["type"]}", '
             is_double = quantization["double_quant"] is not False
-            arguments += f"bnb_4bit_use_double_quant={is_double}, bnb_4bit_compute_dtype=torch.bfloat16"
+            dtype = base.get("compute_dtype", "bfloat16")  # an earlier state did not write it down
+            arguments += f"bnb_4bit_use_double_quant={is_double}, bnb_4bit_compute_dtype=torch.{dtype}"
             imports.insert(-1, "import torch")
         if unquantized is not None:
             arguments += f", llm_int8_skip_modules={list(unquantized)}"
