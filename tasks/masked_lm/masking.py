@@ -59,14 +59,19 @@ def mask_batch(batch: Batch, masking: Masking, *, seed: int, epoch: int) -> Batc
     row = _scramble((codes if is_there is None else codes * is_there).sum(1, keepdim=True))  # [batch, 1]
     base = row + mix_seeds(seed, epoch) + 3 * places * _STEP
     chosen, kind, token = (_to_share(_scramble(base + draw)) for draw in range(3))  # each [batch, length]
-    special = torch.tensor(list(masking.special_ids), dtype=ids.dtype)
-    special = special.to(ids.device, non_blocking=True)  # or a GPU would be waited for
-    is_hidden = (chosen < masking.mlm_probability) & (labels != IGNORED) & ~torch.isin(ids, special)
+    is_hidden = (chosen < masking.mlm_probability) & (labels != IGNORED) & ~_is_any(ids, masking.special_ids)
     is_masked = is_hidden & (kind < masking.mask_replace_prob)
     is_random = is_hidden & ~is_masked & (kind < masking.mask_replace_prob + masking.random_replace_prob)
     changed = torch.where(is_masked, masking.mask_id, ids)
     changed = torch.where(is_random, (token * masking.vocab_size).to(ids.dtype), changed)
     return {**batch, "input_ids": changed, "labels": torch.where(is_hidden, ids, IGNORED)}
+
+
+def _is_any(ids: Tensor, chosen: Sequence[int]) -> Tensor:
+    """Return whether each token is one of the chosen; ``torch.isin`` waits for a GPU if there are many of them."""
+    ordered = torch.tensor(sorted({-1, *chosen}), dtype=ids.dtype)  # and one that no token is, so that none is before
+    ordered = ordered.to(ids.device, non_blocking=True)  # or a GPU would be waited for, too
+    return ordered[torch.bucketize(ids, ordered, right=True) - 1] == ids
 
 
 def _scramble(numbers: Tensor) -> Tensor:

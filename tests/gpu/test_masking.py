@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 
 def mask_without_waiting() -> None:
     shares = {"mlm_probability": 0.3, "mask_replace_prob": 0.8, "random_replace_prob": 0.1}
-    masking = Masking(**shares, mask_id=4, special_ids=(0, 1), vocab_size=64)
+    masking = Masking(**shares, mask_id=4, special_ids=range(40), vocab_size=64)
     ids = torch.randint(64, (4, 32), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "labels": ids}
     on_gpu = {name: values.cuda() for name, values in batch.items()}

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from text_tasks import BERT, DEBERTA, MODERNBERT, SAVED, save_tokenizer, train, train_plainly, write_rows
+from torch.profiler import ProfilerActivity, profile
 from training import GLOBAL_BATCH, NUM_STEPS, list_differences
 from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer, DataCollatorForLanguageModeling
 
@@ -124,6 +125,24 @@ def test_tokens_are_hidden_as_often_as_by_transformers_and_alike_in_any_batch(tm
         other = mask_batch(whole, masking, **changed)["labels"] != -100
         shared = float((other & (masked["labels"] != -100)).float().mean())
         assert shared == pytest.approx(counts[0] ** 2, abs=0.01)  # as two draws have in common
+
+
+@pytest.mark.parametrize("num_special", [0, 3, 100])
+def test_special_tokens_are_never_hidden_and_no_operator_has_a_size_that_a_gpu_would_have_to_tell(
+    num_special: int,
+) -> None:
+    shares = {"mlm_probability": 0.9, "mask_replace_prob": 0.8, "random_replace_prob": 0.1}
+    special = list(range(0, 2 * num_special, 2))[::-1]
+    masking = Masking(**shares, mask_id=4, special_ids=special, vocab_size=250)
+    ids = torch.arange(250).repeat(2, 1)
+    batch = {"input_ids": ids, "labels": ids}
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        labels = mask_batch(batch, masking, seed=0, epoch=1)["labels"]
+    is_special = torch.tensor([i in special for i in range(250)])
+    assert (labels[:, is_special] == -100).all()
+    assert float((labels[:, ~is_special] != -100).float().mean()) > 0.8
+    waiting = {"aten::_unique", "aten::_unique2", "aten::nonzero", "aten::item", "aten::masked_select"}
+    assert waiting.isdisjoint(event.key for event in profiler.key_averages())
 
 
 @pytest.mark.parametrize(
