@@ -358,9 +358,11 @@ def _attend_fused(query: Tensor, key: Tensor, value: Tensor, *, window: int, opt
     num_queries, num_keys = query.shape[2], key.shape[2]
     mask = None if num_queries == num_keys else _make_band(num_queries, num_keys, window, query)
     groups = query.shape[1] // key.shape[1]
-    # As Transformers believes of kernels, which in float32 is true on CPUs only; without one, all scores are kept.
+    # As Transformers believes of kernels, which on GPUs is true of flash kernels only, so neither in float32 nor where
+    # there are none; without a kernel, all scores are kept.
     has_sharing = mask is None and query.shape[-1] == value.shape[-1] <= _WIDEST_HEAD
-    if query.dtype == torch.float32 and _get_device_type(query.device) == "cuda":
+    is_on_gpu = _get_device_type(query.device) == "cuda"
+    if is_on_gpu and (query.dtype == torch.float32 or is_before_flash(query.device)):
         has_sharing = has_sharing and SHARES_HEADS_IN_FLOAT32
     if groups > 1 and not has_sharing:
         key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))

@@ -302,6 +302,29 @@ def test_gpus_older_than_the_kernel_attend_to_one_document_after_another(monkeyp
 
 
 @pytest.mark.parametrize(
+    ("dtype", "is_before_flash", "is_shared"),
+    [(torch.float16, False, True), (torch.float16, True, False), (torch.float32, False, False)],
+)
+def test_heads_are_shared_in_one_call_only_where_a_gpu_has_a_kernel_for_it(
+    dtype: torch.dtype, is_before_flash: bool, is_shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def note(*states: Tensor, **options: Any) -> Tensor:
+        shared.append((options["enable_gqa"], states[1].shape[1]))
+        return run(*states, **options)
+
+    shared, run = list[tuple[bool, int]](), functional.scaled_dot_product_attention
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", note)
+    monkeypatch.setattr(attention, "SHARES_HEADS_IN_FLOAT32", False)
+    monkeypatch.setattr(attention, "_get_device_type", lambda _: "cuda")
+    monkeypatch.setattr(attention, "is_before_flash", lambda _: is_before_flash)
+    query, keys = torch.randn(1, 4, 8, 4, dtype=dtype), torch.randn(1, 2, 8, 4, dtype=dtype)
+    found = attention._attend_fused(query, keys, keys, window=8, options={})
+    whole = keys.repeat_interleave(2, dim=1)
+    torch.testing.assert_close(found, run(query, whole, whole, is_causal=True).transpose(1, 2))
+    assert shared == [(is_shared, 2 if is_shared else 4)]
+
+
+@pytest.mark.parametrize(
     ("family", "config"),
     [
         ("deepseek_v32", {}),
