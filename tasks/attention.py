@@ -26,8 +26,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 
+from lit_fsdp.sharding.replaced_method import ReplacedMethod
 from lit_fsdp.sharding.torch_internals import SHARES_HEADS_IN_FLOAT32
 from lit_fsdp.sharding.wrap import get_class
 from lit_fsdp.tasks.text.batches import (
@@ -154,10 +155,30 @@ def pack_documents(batch: Mapping[str, Any], implementation: str) -> Iterator[di
         inputs |= {"cu_seq_lens_q": mask.cu_seq_lens, "cu_seq_lens_k": mask.cu_seq_lens}
         inputs |= {"max_length_q": mask.max_length, "max_length_k": mask.max_length}
     token = _DOCUMENTS.set(documents)
+    answered = ReplacedMethod(masking_utils, "find_packed_sequence_indices", partial(_number_documents, batch))
     try:
         yield inputs
     finally:
+        answered.remove()
         _DOCUMENTS.reset(token)
+
+
+def number_documents(batch: Mapping[str, Any]) -> Tensor | None:
+    """Return for each token of a batch the number of its document in the row [batch, length]; ``None`` if all are 0."""
+    positions: Tensor | None = batch.get("position_ids")
+    find = masking_utils.find_packed_sequence_indices
+    return None if positions is None else _number_documents(batch, find, positions)
+
+
+def _number_documents(
+    batch: Mapping[str, Any], find: Callable[[Tensor], Tensor | None], positions: Tensor
+) -> Tensor | None:
+    # Whether there are several documents is known on the host; Transformers would wait for the GPU to know it.
+    if DOCUMENT_LENGTHS not in batch or positions is not batch.get("position_ids"):  # a model may make its own
+        return find(positions)
+    if max(map(len, batch[DOCUMENT_LENGTHS])) == 1:
+        return None
+    return (torch.diff(positions, prepend=positions[:, :1] - 1) != 1).cumsum(-1)
 
 
 def find_documents(batch: Mapping[str, Any]) -> DocumentLengths | None:

@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import and_masks, packed_sequence_mask_function, remap_positions_for_packed_sequence
 
 from lit_fsdp.sharding.sequence import SequenceGroup, count_shared_heads
 from lit_fsdp.sharding.wrap import get_class
-from lit_fsdp.tasks.attention import find_documents, get_eager
+from lit_fsdp.tasks.attention import find_documents, get_eager, number_documents
 from lit_fsdp.tasks.text.batches import DOCUMENT_LENGTHS, IGNORED, Batch
 
 _IMPLEMENTATIONS = ("sdpa", "eager", "varlen_sdpa", "varlen_eager")
@@ -77,7 +77,7 @@ def split_batch(batch: Batch, sequence: SequenceGroup) -> SplitBatch:
     if unknown := sorted(batch.keys() - {"input_ids", "labels", "position_ids", "attention_mask", DOCUMENT_LENGTHS}):
         what = f"of {', '.join(unknown)} in a batch nothing is known"
         raise ValueError(f"mesh.sequence: got {sequence.size}: {what}, so it cannot be split; set 1")
-    documents = None if positions is None else masking_utils.find_packed_sequence_indices(positions)
+    documents = number_documents(batch)
     if positions is None:
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     num_more = -ids.shape[1] % sequence.size

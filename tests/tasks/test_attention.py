@@ -17,9 +17,11 @@ from models import LANGUAGE_MODELS, build_language_model
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import varlen
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 from training import Recorder, Result, build_task, build_trainer, collate, gather_weights, list_differences
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, masking_utils
+from transformers.masking_utils import find_packed_sequence_indices
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lit_fsdp import ActivationCheckpointing, Compile, FSDP2Strategy
@@ -30,7 +32,7 @@ from lit_fsdp.planning.trace.exact_trace import trace_step
 from lit_fsdp.tasks import CausalLM, LoRA, Quantization, TextData, attention
 from lit_fsdp.tasks.attention import DocumentMask, choose_attention, pack_documents
 from lit_fsdp.tasks.loading import build_train_loader
-from lit_fsdp.tasks.text.batches import list_document_lengths
+from lit_fsdp.tasks.text.batches import add_document_lengths, list_document_lengths
 from lit_fsdp.tasks.text_model import check_packing
 from ranks import run_ranks
 
@@ -191,6 +193,29 @@ def test_no_mask_of_the_row_is_made_and_generation_is_as_before(monkeypatch: pyt
     first, second = (m.eval().generate(**padded, **options) for m in (model, build("mistral", "sdpa")[0]))
     assert first.equal(second)
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("wanted", ["varlen", "sdpa"])
+@pytest.mark.parametrize("lengths", [LENGTHS, ((24,), (24,))], ids=["packed", "whole"])
+def test_a_forward_asks_no_gpu_whether_rows_are_packed_where_the_batch_says_so(
+    wanted: str, lengths: tuple[tuple[int, ...], ...]
+) -> None:
+    model, name = build("llama", wanted)
+    positions = torch.stack([torch.cat([*map(torch.arange, row)]) for row in lengths])
+    inputs = {**make_inputs(), "position_ids": positions}
+    expected = compute(model, name, inputs)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        found = compute(model, name, add_document_lengths(inputs))
+    begin = next(event.time_range.end for event in profiler.events() if event.name == "aten::embedding")
+    after = {event.name for event in profiler.events() if event.time_range.start > begin}
+    assert {"aten::linear", "MmBackward0"} <= after
+    assert after.isdisjoint({"aten::is_nonzero", "aten::item", "aten::_local_scalar_dense", "aten::nonzero"})
+    assert torch.equal(found[0], expected[0])
+    assert all(torch.equal(found[1][key], expected[1][key]) for key in expected[1])
+    own = find_packed_sequence_indices(positions)  # other positions than those of the batch are looked at
+    with pack_documents(add_document_lengths(make_inputs()), name):
+        other = masking_utils.find_packed_sequence_indices(positions)
+    assert (own is None) == (other is None)
 
 
 _HYBRID = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
