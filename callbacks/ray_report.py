@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,6 +15,7 @@ from typing_extensions import override
 from lit_fsdp.checkpoint.latest import find_last_checkpoint
 from lit_fsdp.checkpoint.remote import Location, locate
 from lit_fsdp.reporting.metrics import find_checkpoint_folder
+from lit_fsdp.strategy.lightning_internals import leave_signals_alone
 
 POINTER = "checkpoint.json"
 
@@ -26,12 +28,14 @@ class RayReport(Callback):
     it in workers that Ray has started again.
 
     Reports are barriers of all workers. ``Preemption`` has no effect beside it: in a worker of Ray, ``fit`` does not
-    run in the main thread, which gets the signals.
+    run in the main thread, which gets the signals. So micro-batches do not begin with Lightning's question whether a
+    rank got one, either, for whose answer a GPU would be waited for.
     """
 
     def __init__(self) -> None:
         self._is_due = False
         self._reported: Location | None = None
+        self._undo: Callable[[], None] | None = None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -41,6 +45,14 @@ class RayReport(Callback):
             ray.train.get_context().get_world_rank()
         except (ImportError, RuntimeError) as error:
             raise ValueError("callbacks: got RayReport outside of a worker of Ray Train: leave it out") from error
+        if stage == "fit" and self._undo is None:
+            self._undo = leave_signals_alone(trainer)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
