@@ -119,7 +119,7 @@ def what_a_test_wrote_is_not_imported_by_the_next(request: pytest.FixtureRequest
     """Forget modules in the folder of the test: another one may write one of the same name."""
     known = set(sys.modules)  # thousands: to look at the files of all would take 0.1 s after each test
     yield
-    folder: Path | None = request.node.funcargs.get("tmp_path")
+    folder: Path | None = (request.node.funcargs or {}).get("tmp_path")  # of a test that Ctrl-C ended there are none
     for name in sys.modules.keys() - known if folder is not None else ():
         file = getattr(sys.modules[name], "__file__", None)
         if isinstance(file, str) and Path(file).is_relative_to(folder or ""):

@@ -137,3 +137,14 @@ def test_workers_of_xdist_know_the_gpus_that_their_parent_hid(shown: str | None)
         text=True,
     )
     assert sorted(done.stdout.splitlines()) == [repr(shown)] * 2
+
+
+@pytest.mark.full
+def test_tests_that_are_interrupted_still_say_what_failed(tmp_path: Path) -> None:
+    body = "def test_fails():\n    assert 1 == 2\n\ndef test_hangs(tmp_path):\n    raise KeyboardInterrupt\n"
+    (tmp_path / "test_two.py").write_text(body)
+    command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "-q", "test_two.py"]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    ended = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    assert "assert 1 == 2" in ended.stdout, ended.stdout + ended.stderr
+    assert "AttributeError" not in ended.stderr
