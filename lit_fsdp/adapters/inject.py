@@ -21,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lit_fsdp.adapters.layers import ADAPTER, clean_name, import_peft, iterate_adapters
 from lit_fsdp.adapters.lora import KEEPS_BASE, LoRA
+from lit_fsdp.errors import join_names
 from lit_fsdp.quantization.layers import (
     QuantizedLayer,
     QuantizedLinear,
@@ -204,9 +205,12 @@ def _describe_no_target(model: nn.Module, lora: LoRA) -> str:
             return f"a text is a regular expression of whole names; set a list of names, [{targets}]"
         near = difflib.get_close_matches(targets, ["all-linear"], n=1)
         return "no module of the model has such a name" + ("; did you mean all-linear?" if near else "")
-    if lora.exclude_modules or lora.modules_to_save:
+    left_out = (*lora.exclude_modules, *lora.modules_to_save)
+    if targets != "all-linear":
         return "exclude_modules and modules_to_save leave none"
-    return "the model has no plain linear layers; name other modules"
+    # By name, as a task adds the head of a classifier to what the user wrote.
+    outside = f" outside of {join_names(left_out)} (exclude_modules, modules_to_save)" if left_out else ""
+    return f"the model has no plain linear layers{outside}; name other modules"
 
 
 def _list_modules(model: nn.Module, lora: LoRA) -> dict[str, nn.Module]:

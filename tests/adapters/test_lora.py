@@ -137,7 +137,10 @@ def test_a_seed_draws_the_same_model_below_adapters_and_a_start_that_adds_nothin
             {"target_modules": ["q_proj"], "exclude_modules": ["self_attn"]},
             r"lora.target_modules: got \('q_proj',\): exclude_modules and modules_to_save leave none",
         ),
-        ({"modules_to_save": ["model"]}, "lora.target_modules: got 'all-linear': exclude_modules and modules_to_save"),
+        (
+            {"modules_to_save": ["model"]},
+            "lora.target_modules: got 'all-linear': the model has no plain linear layers outside of model ",
+        ),
         ({"alpha": 0}, "lora.alpha: got 0: expected above 0"),
         ({"dropout": 1.0}, "lora.dropout: got 1.0: expected from 0 to below 1"),
         ({"target_modules": []}, r"lora.target_modules: got \(\): expected all-linear, names or"),
