@@ -279,8 +279,11 @@ class ModelReader:
         rows = -(-reader.num_tokens // min(num_chunks, reader.num_tokens))
         wide = rows * head.out_features * FLOAT32
         weights = reader.list_trained(head.weight, head.bias)
-        # Of a chunk, and its sum with that of those before, which autograd does not make in place.
-        gradient = 2 * sum(size for _, size in weights)
+        # Of a chunk. In the last one, all of the gradient of ``x`` but its part is there; in the second, that of two
+        # chunks, but also the sum of the weight's gradients, as the first is a view and takes no sum in place.
+        part = rows * head.in_features * tape.itemsize if tape.needs_grad[x] else 0
+        last = 3 * wide - part
+        second = 2 * sum(size for _, size in weights) - (-(-reader.num_tokens // rows) - 2) * part
         flops = 2 * reader.num_tokens * head.in_features * head.out_features
         # As of the loss of all logits, but forward twice: its cast, the softmax and the choice of the targets.
         cast = 0 if tape.itemsize == FLOAT32 else tape.itemsize + FLOAT32
@@ -292,7 +295,7 @@ class ModelReader:
             saves=(x,),
             weights=weights,
             forward_temp=2 * wide,
-            backward_temp=max(3 * wide, gradient),
+            backward_temp=max(last, second),
             flops=flops,
             backward_flops=flops * (bool(weights) + tape.needs_grad[x]),
             again_flops=flops,

@@ -185,13 +185,16 @@ def test_the_peak_is_within_3_percent_of_the_exact_trace(model: dict[str, Any], 
         ),
         # Norm and head are one unit, and reduced once.
         ({"vocab_size": 8000, "loss_chunks": 8}, {"precision": "bf16-true", "length": 512, "world_size": 2}),
+        # In the second chunk, that of the head's weight; in the last, that of the hidden states.
+        ({"vocab_size": 8000, "loss_chunks": 16}, {"precision": "bf16-mixed", "length": 1024, "world_size": 2}),
+        ({"vocab_size": 8000, "loss_chunks": 3}, {"length": 2048, "world_size": 2}),
         # Pinned memory is rounded up, by both engines alike.
         (
             {"vocab_size": 9000},
             {"world_size": 3, "length": 512, "device_type": "cuda", "cpu_offload": CPUOffload(pin_memory=True)},
         ),
     ],
-    ids=["ahead", "reductions at once", "chunks", "pinned"],
+    ids=["ahead", "reductions at once", "chunks", "second chunk", "last chunk", "pinned"],
 )
 def test_units_are_counted_when_they_are_there_and_reduced_once(model: dict[str, Any], options: dict[str, Any]) -> None:
     run_ranks(compare, model, options, 0.002, world_size=1)
