@@ -115,7 +115,10 @@ def find_misreading(model: nn.Module, config: LoraConfig) -> str:
         return f"peft could not load the adapters: {error}"
     if taken := targets - set(read.target_modules or ()):
         return f"peft would take {min(taken)} for a weight of fused experts when it loads the adapters"
-    stored = {f"base_model.model.{name}.lora_A.weight": name for name in targets}
+    # In full: of many targets peft keeps last parts only, which none of its rules for names may fit.
+    names = {clean_name(name) for name, _ in model.named_modules()}
+    names = {name for name in names if any(_ends_with(name, target) for target in targets)}
+    stored = {f"base_model.model.{name}.lora_A.weight": name for name in names}
     values = dict.fromkeys(stored, torch.empty(1, 1, device="meta"))
     found = convert_peft_adapter_state_dict_for_transformers(model, config, values)
     lost = [name for key, name in stored.items() if key not in found]

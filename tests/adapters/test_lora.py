@@ -84,11 +84,18 @@ def test_layers_whose_weights_a_model_reads_itself_get_no_adapter(family: str, l
 
 
 @pytest.mark.parametrize(
-    ("family", "message"),
-    [("llama", ""), ("glm4_moe", "for a weight of fused experts"), ("laguna", "another name")],
+    ("family", "num_layers", "message"),
+    [
+        ("llama", 2, ""),
+        ("llama", 4, ""),
+        ("glm4_moe", 2, "for a weight of fused experts"),
+        ("laguna", 2, "another name"),
+        ("laguna", 4, "another name"),  # of 20 targets and more peft keeps last parts only
+    ],
 )
-def test_what_peft_would_not_find_again_is_told(family: str, message: str) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 67, "head_dim": 16}
+def test_what_peft_would_not_find_again_is_told(family: str, num_layers: int, message: str) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 67, "head_dim": 16}
+    sizes["num_hidden_layers"] = num_layers
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
     add_adapters(model, LoRA())
