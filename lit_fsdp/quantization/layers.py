@@ -159,13 +159,13 @@ def quantize_model(model: nn.Module, settings: Quantization, *, keep: Sequence[s
     skipped = _find_skipped(model, settings, candidates) | {n for n in candidates if is_named(n, keep)}
     num_owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     left = _list_unknown(model, candidates, (*(settings.skip_modules or ()), *keep))
-    read = dict.fromkeys(_list_cast(model), _CAST_OUTSIDE) | dict.fromkeys(list_read(model), _READ_OUTSIDE)
+    unfit = list_unfit(model)
     done = 0
     for name, module in candidates.items():
         if name in skipped:
             continue
         weights = {key: p for key, p in module.named_parameters(recurse=False) if _is_weight(key, p)}
-        if reason := read.get(name) or _find_obstacle(weights, settings, num_owners):
+        if reason := unfit.get(name) or _find_obstacle(weights, settings, num_owners):
             left.append(f"{name} ({reason})")
             continue
         if isinstance(module, nn.Linear):
@@ -203,6 +203,11 @@ def count_weights(model: nn.Module) -> dict[str, int]:
             counts[f"{name}.{key}"] = shape.numel()
             counts[f"{name}.{key}{ABSMAX}"] = 0
     return counts
+
+
+def list_unfit(model: nn.Module) -> dict[str, str]:
+    """Return the layers that codes of weights cannot stand in for, with the reason, as the modules around them."""
+    return dict.fromkeys(_list_cast(model), _CAST_OUTSIDE) | dict.fromkeys(list_read(model), _READ_OUTSIDE)
 
 
 def list_read(model: nn.Module) -> set[str]:

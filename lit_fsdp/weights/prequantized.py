@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lit_fsdp.quantization.layers import ABSMAX, NESTED, list_quantizable
+from lit_fsdp.quantization.layers import ABSMAX, NESTED, list_quantizable, list_unfit
 from lit_fsdp.quantization.quantize import NESTED_BLOCK_SIZE, Quantization, dequantize
+from lit_fsdp.weights.convert import plan_conversions
 from lit_fsdp.weights.safetensors_io import StoredTensor, TensorFiles
 
 _STATE = ".quant_state.bitsandbytes__"
@@ -136,11 +137,11 @@ def read_quantization(folder: Path, model: nn.Module | None = None) -> Quantizat
         model: On the meta device; its linear layers that are not quantized in the files are named in ``skip``.
 
     Raises:
-        ValueError: They are quantized in several ways.
+        ValueError: They are quantized in several ways, or one is not of a layer that can be.
     """
     with QuantizedFiles(folder) as files:
         found = set(files.quantized.values())
-        names = set(files.quantized)
+        stored = {name: files.tensors[name] for name in files.quantized}
     if not found:
         return None
     if len(found) > 1:
@@ -148,6 +149,14 @@ def read_quantization(folder: Path, model: nn.Module | None = None) -> Quantizat
     (settings,) = found
     if model is None:
         return settings
-    return replace(
-        settings, skip_modules=tuple(name for name in list_quantizable(model) if f"{name}.weight" not in names)
-    )
+    # Files may have other names than the model, as they are saved under those of its first release.
+    conversions, _ = plan_conversions(model, stored, model.state_dict(keep_vars=True))
+    names = {c.first_target.removesuffix(".weight") for c in conversions if c.converter is None}
+    known, unfit = list_quantizable(model), list_unfit(model)
+    if name := min((n for n in names if n in unfit or n not in known), default=None):
+        reason = unfit.get(name, f"a {type(model.get_submodule(name)).__name__} cannot be quantized")
+        raise ValueError(
+            f"{folder}: {name} is stored quantized, and cannot be computed with so ({reason}); set pretrained to the "
+            "model that it was made of"
+        )
+    return replace(settings, skip_modules=tuple(name for name in known if name not in names))

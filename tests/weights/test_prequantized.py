@@ -15,14 +15,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from training import OPTIMIZER, Rows, build_trainer, collate, gather_weights, make_rows
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.export.model import export_model
+from lit_fsdp.quantization.layers import iterate_quantized, quantize_model
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.tasks.causal_lm.opened import OpenedLM, load_whole, open_source
-from lit_fsdp.weights.load import load_weights
+from lit_fsdp.weights.load import load_weights, materialize
 from lit_fsdp.weights.prequantized import QuantizedFiles, read_quantization
 from lit_fsdp.weights.safetensors_io import TensorFiles
 from ranks import RankError, run_ranks
@@ -228,6 +229,58 @@ def test_weights_that_could_not_be_sharded_are_refused_by_name(
     folder = change(models / "nf4 double", tmp_path / "changed", **changes)
     with pytest.raises(ValueError, match=message):
         QuantizedFiles(folder)
+
+
+def save_quantized(folder: Path, model_type: str, **sizes: Any) -> tuple[nn.Module, nn.Module]:
+    """Save a model of bitsandbytes; return it, and the same on the meta device, before it is quantized."""
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(model_type, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "dense")
+    options = {"quantization_config": BitsAndBytesConfig(**KINDS["nf4"][1]), "dtype": torch.float32}
+    stock = AutoModelForCausalLM.from_pretrained(folder / "dense", **options)
+    stock.save_pretrained(folder / "stored")
+    with torch.device("meta"):
+        return stock, AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.full
+def test_weights_are_found_under_the_names_that_files_have_for_them(tmp_path: Path) -> None:
+    """As of Gemma 3, whose text model is ``language_model.model`` there."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
+    text = {**sizes, "vocab_size": 67, "num_key_value_heads": 1, "head_dim": 32}
+    stock, model = save_quantized(tmp_path, "gemma3", text_config=text, vision_config={**sizes, "image_size": 28})
+    settings = read_quantization(tmp_path / "stored", model)
+    assert settings is not None
+    quantize_model(model, settings)
+    materialize(model, torch.device("cpu"))
+    load_weights(model, tmp_path / "stored")
+    kinds = {name: type(module).__name__ for name, module in stock.named_modules()}
+    assert {name for name, _ in iterate_quantized(model)} == {n for n, kind in kinds.items() if kind == "Linear4bit"}
+    assert torch.equal(run_model(model), run_model(stock))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("model_type", "sizes", "message"),
+    [
+        (
+            "gpt2",
+            {"n_embd": 64, "n_head": 2, "n_layer": 1},
+            r"attn.c_attn is stored .* \(a Conv1D cannot be quantized\)",
+        ),
+        (
+            "falcon_mamba",
+            {"hidden_size": 64, "num_hidden_layers": 1, "state_size": 16, "time_step_rank": 64},
+            r"mixer.dt_proj is stored .* \(the module around it reads its weight\)",
+        ),
+    ],
+)
+def test_layers_that_cannot_be_computed_with_as_they_are_stored_are_refused(
+    model_type: str, sizes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    _, model = save_quantized(tmp_path, model_type, vocab_size=67, **sizes)
+    with pytest.raises(ValueError, match=message):
+        read_quantization(tmp_path / "stored", model)
 
 
 def test_weights_of_several_kinds_are_refused(models: Path, tmp_path: Path) -> None:
