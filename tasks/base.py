@@ -463,12 +463,14 @@ class Task(TakesMappings, LightningModule):
         super().on_train_start()
         if not isinstance(self.trainer.strategy, FSDP2Strategy):
             settle_accumulation(self.trainer, get_data_module(self.trainer))
+        found = (config.scheduler for config in self.trainer.lr_scheduler_configs)
+        schedules = [schedule for schedule in found if isinstance(schedule, ConfiguredLR)]
+        if self.trainer.global_step:  # resumed: only now it is known how many steps are left
+            for schedule in schedules:
+                schedule.follow(*self._shape_schedule())
         if self.optimizer_settings.learning_rate is not None or not self.has_adapters:
             return
-        schedules = [config.scheduler for config in self.trainer.lr_scheduler_configs]
-        rates = {
-            float(rate) for schedule in schedules if isinstance(schedule, ConfiguredLR) for rate in schedule.base_lrs
-        }
+        rates = {float(rate) for schedule in schedules for rate in schedule.base_lrs}
         if not rates:  # a subclass builds its own optimizer
             return
         rate = self.optimizer_settings.resolve_rate(has_adapters=True)
@@ -500,10 +502,19 @@ class Task(TakesMappings, LightningModule):
         return {}
 
     def _build_schedule(self, optimizer: torch.optim.Optimizer) -> ConfiguredLR:
-        settings = self.lr_scheduler
-        num_steps = count_planned_steps(self.trainer)  # infinite too where epochs end by data of unknown length
+        factor, shape = self._shape_schedule()
         if self.trainer.ckpt_path is not None:  # restored already
             forget_train_loader(self.trainer)
+        warmup, num_steps = shape["warm-up steps"], shape.get("steps of the run", 0)
+        if num_steps and warmup > num_steps:
+            rank_zero_warn(f"lr_scheduler: {warmup} warm-up steps in a run of {num_steps}: it ends before the peak")
+        is_rate_open = self.optimizer_settings.learning_rate is None
+        return ConfiguredLR(optimizer, factor, shape, keeps_saved_rate=is_rate_open)
+
+    def _shape_schedule(self) -> tuple[Callable[[int], float], dict[str, Any]]:
+        """Return what the learning rate of a step is multiplied with, and what that is made of."""
+        settings = self.lr_scheduler
+        num_steps = count_planned_steps(self.trainer)  # infinite too where epochs end by data of unknown length
         if num_steps == float("inf"):
             if settings.type != "constant" or settings.warmup_ratio:
                 raise ValueError(
@@ -512,16 +523,11 @@ class Task(TakesMappings, LightningModule):
                 )
             num_steps = 0
         warmup = settings.warmup_steps or round(settings.warmup_ratio * num_steps)
-        if num_steps and warmup > num_steps:
-            rank_zero_warn(
-                f"lr_scheduler: {warmup} warm-up steps in a run of {int(num_steps)}: it ends before the peak"
-            )
         factor = partial(settings.compute_factor, num_warmup_steps=warmup, num_steps=int(num_steps))
-        shape: dict[str, str | float] = {"lr_scheduler.type": settings.type, "warm-up steps": warmup}
+        shape: dict[str, Any] = {"lr_scheduler.type": settings.type, "warm-up steps": warmup}
         if settings.type != "constant":
-            shape |= {"steps of the run": num_steps, "lr_scheduler.min_lr_rate": settings.min_lr_rate}
-        is_rate_open = self.optimizer_settings.learning_rate is None
-        return ConfiguredLR(optimizer, factor, shape, keeps_saved_rate=is_rate_open)
+            shape |= {"steps of the run": int(num_steps), "lr_scheduler.min_lr_rate": settings.min_lr_rate}
+        return factor, shape
 
     # Checkpoints
 

@@ -73,7 +73,7 @@ class ConfiguredLR(LambdaLR):
     Args:
         optimizer: Whose groups have the configured settings.
         factor: What the learning rates are multiplied with, by step.
-        shape: What makes the factor, to be compared with that of the checkpoint.
+        shape: What makes the factor, to be compared with that of the checkpoint by ``follow``.
         keeps_saved_rate: Whether the rates of the checkpoint count, as none was configured.
     """
 
@@ -83,11 +83,11 @@ class ConfiguredLR(LambdaLR):
         self,
         optimizer: Optimizer,
         factor: Callable[[int], float],
-        shape: Mapping[str, str | float] | None = None,
+        shape: Mapping[str, Any] | None = None,
         *,
         keeps_saved_rate: bool = False,
     ) -> None:
-        self.shape = dict(shape or {})
+        self.shape, self._saved_shape = dict(shape or {}), dict[str, Any]()
         self._keeps_saved_rate = keeps_saved_rate
         self._configured = [{n: group[n] for n in _HYPERPARAMETERS if n in group} for group in optimizer.param_groups]
         super().__init__(optimizer, factor)
@@ -101,37 +101,59 @@ class ConfiguredLR(LambdaLR):
     @override
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = super().state_dict()
-        return {name: value for name, value in state.items() if name not in ("_configured", "_keeps_saved_rate")}
+        return {
+            name: value
+            for name, value in state.items()
+            if name not in ("_configured", "_keeps_saved_rate", "_saved_shape")
+        }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from the step of a checkpoint. The optimizer has to be loaded before."""
-        configured = self.base_lrs
-        own: dict[str, Any] = dict(self.shape)
+        configured, shape = self.base_lrs, self.shape
         super().load_state_dict(state_dict)
         if self._keeps_saved_rate:
             configured = self.base_lrs
-        saved = dict(state_dict.get("shape", {}))
-        self.shape = dict(own)
+        self.shape, self._saved_shape = shape, dict(state_dict.get("shape", {}))
+        saved: dict[str, Any] = {}
+        own: dict[str, Any] = {}
         for before, rate in zip(self.base_lrs, configured, strict=True):
             if before != rate:
                 saved.setdefault("optimizer.learning_rate", before)
                 own.setdefault("optimizer.learning_rate", rate)
         self.base_lrs = configured
-        self._last_lr = [
-            base * factor(self.last_epoch) for base, factor in zip(configured, self.lr_lambdas, strict=True)
-        ]
         groups = self.optimizer.param_groups[: len(configured)]
-        for group, settings, base, rate in zip(groups, self._configured, configured, self._last_lr, strict=True):
+        for group, settings in zip(groups, self._configured, strict=True):
             for name, value in settings.items():
                 if not is_same(group[name], value):
                     saved.setdefault(f"optimizer.{name}", group[name])
                     own.setdefault(f"optimizer.{name}", value)
             is_moved = group.get("fused") != settings.get("fused")
-            group.update(settings, initial_lr=base, lr=rate)
+            group.update(settings)
             if is_moved:
                 _place_counters(self.optimizer, group)
+        self._set_rates()
         warn_of_changes(saved, own)
+
+    def follow(self, factor: Callable[[int], float], shape: Mapping[str, Any]) -> None:
+        """Take another factor from this step on, as only a resumed run knows how many steps are left.
+
+        Args:
+            factor: What the learning rates are multiplied with, by step.
+            shape: What makes it; what the checkpoint had otherwise is warned of.
+        """
+        self.lr_lambdas = [factor] * len(self.base_lrs)
+        self.shape = dict(shape)
+        self._set_rates()
+        warn_of_changes(self._saved_shape, self.shape)
+
+    def _set_rates(self) -> None:
+        """Give the groups that are configured the rates of this step."""
+        self._last_lr = [
+            base * factor(self.last_epoch) for base, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)
+        ]
+        for group, base, rate in zip(self.optimizer.param_groups, self.base_lrs, self._last_lr, strict=False):
+            group.update(initial_lr=base, lr=rate)
 
 
 def _place_counters(optimizer: Optimizer, group: dict[str, Any]) -> None:

@@ -61,9 +61,26 @@ def is_logging_step(trainer: Trainer) -> bool:
 
 
 def count_planned_steps(trainer: Trainer) -> float:
-    """Return at which step a run ends, infinity if it has no end, or data that does not know its length decides."""
+    """Return at which step a run ends, infinity if it has no end, or data that does not know its length decides.
+
+    Where epochs end a run that is resumed, those behind it may have had other steps than one has now, by other data or
+    another global batch. They are known from when training starts.
+    """
     steps = trainer.estimated_stepping_batches
-    return math.inf if steps < 0 else steps
+    if steps < 0:
+        return math.inf
+    if not trainer.global_step or not trainer.lightning_module.automatic_optimization:
+        return steps
+    max_epochs, num_micro_batches = trainer.max_epochs or 0, trainer.accumulate_grad_batches
+    if max_epochs <= 0 or math.isinf(trainer.num_training_batches):
+        return steps
+    loop: Any = trainer.fit_loop
+    epochs, batches = loop.epoch_progress.current, loop.epoch_loop.batch_progress.current
+    in_epoch = math.ceil(trainer.num_training_batches / num_micro_batches)
+    begun = batches.processed if epochs.started > epochs.processed else 0
+    left = (max_epochs - epochs.processed) * in_epoch - min(math.ceil(begun / num_micro_batches), in_epoch)
+    total = trainer.global_step + max(left, 0)
+    return total if trainer.max_steps == -1 else min(total, trainer.max_steps)
 
 
 def is_trial(trainer: Trainer) -> bool:

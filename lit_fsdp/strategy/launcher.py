@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
-from signal import SIGKILL, Signals
+from signal import SIGKILL, SIGTERM, Signals
 from typing import Any
 
 # Private, seen in lightning 2.6.6: the launcher of its own strategies, which has no settings for any of this.
@@ -128,6 +128,10 @@ def describe_failed(codes: Mapping[int, int]) -> str:
     if SIGKILL in (-code for code in failed.values()):
         killed = " and ".join(f"rank {rank}" for rank, code in failed.items() if code == -SIGKILL)
         return f"{killed} was killed (SIGKILL), and left no message: the kernel does so when host memory runs out"
+    died = {rank: -code for rank, code in failed.items() if code < 0 and -code != SIGTERM}  # that ends the others
+    if died:
+        ended = " and ".join(f"rank {rank} was ended by {Signals(number).name}" for rank, number in died.items())
+        return f"{ended}, and left no message"
     who = " and ".join(f"rank {rank} (exit code {code})" for rank, code in failed.items()) or "another rank"
     return f"{who} failed first, see the message there"
 

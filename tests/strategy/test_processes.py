@@ -18,6 +18,7 @@ from lit_fsdp.strategy.launcher import PatientObserver, describe_failed, outlive
 def test_what_was_killed_leaves_no_message_and_that_is_said() -> None:
     assert describe_failed({0: 0, 1: 1}) == "rank 1 (exit code 1) failed first, see the message there"
     assert describe_failed({1: -9, 2: -15, 3: 1}).startswith("rank 1 was killed (SIGKILL), and left no message")
+    assert describe_failed({1: -11, 2: -15, 3: 1}) == "rank 1 was ended by SIGSEGV, and left no message"
     assert describe_failed({}) == "another rank failed first, see the message there"
 
 

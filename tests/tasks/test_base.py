@@ -1,4 +1,5 @@
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -302,14 +303,60 @@ class Seen(Linear):
         return super().training_step(batch, batch_idx)
 
 
-class SaveInEpoch(pl.Callback):
-    """Saves in the middle of the first epoch."""
+class Resized(Linear):
+    """Writes down its learning rates, over rows and batches of any number."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, num_rows: int, batch_size: int) -> None:
+        super().__init__(Optimizer(learning_rate=1.0), LRSchedule())
+        self.num_rows, self.batch_size, self.rates = num_rows, batch_size, list[float]()
+
+    def train_dataloader(self) -> Any:
+        rows = [torch.full((4,), float(i)) for i in range(self.num_rows)]
+        return build_train_loader(rows, batch_size=self.batch_size, collate=torch.stack, trainer=self.trainer)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.full(after=2)
+@pytest.mark.parametrize(
+    ("saved_at", "num_rows", "batch_size", "last_step"),
+    [
+        (10, 20, 4, 15),  # after an epoch of 10 steps one of 5
+        (4, 20, 4, 12),  # 12 rows of the first epoch are left, and all of the second
+        (10, 8, 2, 14),
+        (10, 20, 2, 20),
+        (2, 20, 2, 20),
+    ],
+)
+def test_a_schedule_ends_with_a_resumed_run_that_has_other_steps_in_an_epoch(
+    saved_at: int, num_rows: int, batch_size: int, last_step: int, tmp_path: Path
+) -> None:
+    def body() -> None:
+        path, limits, resumed = (
+            tmp_path / "saved.ckpt",
+            {"max_epochs": 2, "max_steps": -1},
+            Resized(num_rows, batch_size),
+        )
+        build_trainer(FSDP2Strategy(), callbacks=[SaveInEpoch(path, saved_at)], **limits).fit(Resized(20, 2))
+        with warnings.catch_warnings(record=True) as said:
+            build_trainer(FSDP2Strategy(), **limits).fit(resumed, ckpt_path=path)
+        assert resumed.rates == pytest.approx([1 - step / last_step for step in range(saved_at, last_step)])
+        steps = [str(w.message) for w in said if "steps of the run" in str(w.message)]
+        assert steps == [f"resume: steps of the run was 20 in the checkpoint, is {last_step} now"] * (last_step != 20)
+
+    run_ranks(body, world_size=1)
+
+
+class SaveInEpoch(pl.Callback):
+    """Saves in the middle of the first epoch, or after it."""
+
+    def __init__(self, path: Path, step: int = 2) -> None:
+        self.path, self.step = path, step
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == 2:
+        if trainer.global_step == self.step:
             trainer.save_checkpoint(self.path)
 
 
