@@ -135,8 +135,9 @@ def discard(path: Location) -> None:
     gone = path
     with suppress(OSError, ClaimedError):  # such as of another run in this folder, which removes or writes it, too
         if path.is_dir() and not path.is_symlink():
-            with claim(path):
+            with _claim_if_there_is_room(path):
                 # There the next start removes what is left of it, if this is killed, and does not put it back.
+                remove_beside(name_beside(path))
                 gone = path.rename(name_beside(path))
                 (gone / MANIFEST).unlink(missing_ok=True)
                 shutil.rmtree(gone, ignore_errors=True)
@@ -144,6 +145,15 @@ def discard(path: Location) -> None:
             path.unlink(missing_ok=True)
     if gone.exists():
         warnings.warn(f"{gone} could not be removed, and takes space until you remove it", stacklevel=2)
+
+
+@contextmanager
+def _claim_if_there_is_room(path: Path) -> Iterator[None]:
+    """Claim a checkpoint that is to go, if the disk takes a lock; a full one shall let go of it all the same."""
+    with ExitStack() as held:
+        with suppress(OSError):
+            held.enter_context(claim(path))
+        yield
 
 
 def put_in_place(path: Path, beside: Path) -> None:

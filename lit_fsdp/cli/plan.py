@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -44,7 +45,7 @@ from lit_fsdp.redaction import redact_yaml
 from lit_fsdp.reporting.sections import Section
 from lit_fsdp.sharding.mesh import Mesh
 from lit_fsdp.sharding.settings import Settings
-from lit_fsdp.strategy.processes import count_devices
+from lit_fsdp.strategy.processes import OTHER_VARIABLES, count_devices, is_torchrun
 
 _MAX_RANKS = 2**20
 _SPELLED_KEYS = ("method", "seq_length")  # which are settings of model and data by the time of parsing
@@ -65,6 +66,9 @@ def run_plan(args: Sequence[str]) -> int:
 def start_plan(args: Sequence[str], cli: type[PlanCLI]) -> PlanCLI:
     """Read a command line as that of ``plan``, run it with ``cli``, and return that."""
     config_files = check_config_files(args)
+    if not is_torchrun(os.environ):
+        for name in OTHER_VARIABLES.values():  # a plan is no rank, whoever has started it
+            os.environ.pop(name, None)
     hide_warnings()
     warnings.filterwarnings("ignore", message=".*GradScaler is enabled, but CUDA is not available.*")
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)

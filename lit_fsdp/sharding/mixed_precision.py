@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -99,7 +100,7 @@ _IN_ONE_DTYPE = {
     for layer in (
         *(nn.Linear, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
         *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-        *(nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell),
+        *(nn.LSTM, nn.GRU, nn.RNN, nn.GRUCell, nn.RNNCell),
         *(nn.MultiheadAttention, nn.LayerNorm, nn.GroupNorm, nn.PReLU),
     )
 }
@@ -109,8 +110,9 @@ def cast_inputs(model: nn.Module, param_dtype: torch.dtype | None) -> None:
     """Let layers that compute in 16 bits take floating inputs of another dtype, as they do under autocast.
 
     Such as noise that a step draws in float32: units cast what they are given, and nothing casts what is made inside
-    them. torch refuses such inputs, so what works without this stays as it is. Classes of Transformers and adapters
-    cast by themselves, and adapters without hooks compute in fewer operations.
+    them. torch refuses such inputs, so what works without this stays as it is: masks of attention, which it takes in
+    float32, do too. Classes of Transformers and adapters cast by themselves, and adapters without hooks compute in
+    fewer operations.
     """
     callers = [module for module in model.modules() if not type(module).__module__.startswith("transformers.")]
     adapted = {part for _, adapter in iterate_adapters(model) for part in adapter.modules()}
@@ -124,11 +126,16 @@ def cast_inputs(model: nn.Module, param_dtype: torch.dtype | None) -> None:
 
 
 def _cast_to_weights(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    dtype = next(weight.dtype for weight in layer._parameters.values() if weight is not None)
-    if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dtype == dtype:
+    weight = next(weight for weight in layer._parameters.values() if weight is not None)
+    if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dtype == weight.dtype:
         return None
-    cast = tree_map_only(Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, (args, kwargs))
-    return cast[0], cast[1]
+    if not weight.is_meta and torch.is_autocast_enabled(weight.device.type):  # which has rules of its own
+        return None
+    cast = partial(tree_map_only, Tensor, lambda value: value.to(weight.dtype) if value.is_floating_point() else value)
+    if isinstance(layer, nn.MultiheadAttention):
+        names = ("query", "key", "value")
+        return (*cast(args[:3]), *args[3:]), {n: cast(value) if n in names else value for n, value in kwargs.items()}
+    return cast(args), cast(kwargs)
 
 
 class ShardedGradScaler(torch.amp.GradScaler):

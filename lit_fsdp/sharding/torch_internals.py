@@ -132,6 +132,11 @@ def iterate_sharded(model: nn.Module) -> Iterator[tuple[str, Any]]:
                     yield name, parameter
 
 
+def is_in_forward(root: Any) -> bool:
+    """Whether the forward of a sharded root runs at this moment."""
+    return bool(root._get_fsdp_state()._training_state == TrainingState.FORWARD)
+
+
 def leave_forward(root: nn.Module) -> None:
     """Bring the units below a root to where they are between forwards, after an error inside of its forward.
 
@@ -206,15 +211,6 @@ def gather_when_called(root: Any) -> None:
         for module in dict.fromkeys((*root.children(), *holders)):
             if module is not root:
                 module.register_forward_pre_hook(gather, prepend=True)
-
-
-def refuse_lost_graph(root: nn.Module) -> None:
-    """Refuse a backward with ``create_graph`` after which a unit lets go of its gathered weights.
-
-    A backward through that graph would read them where they were, and find an error or, on a CPU, a segmentation fault.
-    """
-    for unit in list_units(root):
-        ReplacedMethod(unit._group, "pre_backward", unit.refuse_lost_graph)
 
 
 def list_gathered(parameter: Any) -> list[Tensor]:
@@ -306,6 +302,7 @@ class UnitInternals:
     def __init__(self, group: Any) -> None:
         self._group = group
         self._replaced: list[ReplacedMethod] = []
+        self._lets_go: Any = None  # after which forwards, where it is kept for now
 
     @property
     def module(self) -> nn.Module:
@@ -334,9 +331,32 @@ class UnitInternals:
         """Whether the module has gathered parameters at this moment, or those that stay split over fewer ranks."""
         return not self._group.is_sharded
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether ``keep`` was called since the last ``reshard``."""
+        return self._lets_go is not None
+
     def reshard(self) -> None:
         """Let go of gathered parameters; whatever needs them next gathers them again."""
+        if self._lets_go is not None:
+            self._group.reshard_after_backward, self._group.post_forward_mesh_info = True, self._lets_go[0]
+            self._lets_go = None
         self._group.reshard()
+
+    def keep(self) -> None:
+        """Let parameters stay gathered after forwards and backwards, until ``reshard``."""
+        if self._group.reshard_after_backward:
+            self._lets_go = (self._group.post_forward_mesh_info,)
+            self._group.reshard_after_backward, self._group.post_forward_mesh_info = False, None
+
+    def call_before_backward(self, function: Callable[[], None]) -> ReplacedMethod:
+        """Call a function whenever a backward reaches the unit, before it gathers; return what undoes it."""
+
+        def call_and_begin(begin: Callable[..., None], *args: Any) -> None:
+            function()
+            begin(*args)
+
+        return ReplacedMethod(self._group, "pre_backward", call_and_begin)
 
     def list_shards(self) -> list[nn.Parameter]:
         """Return this rank's shards, which FSDP2 may replace before the first forward."""
@@ -377,19 +397,6 @@ class UnitInternals:
             return register(args, kwargs)
 
         self._replaced.append(ReplacedMethod(self._group, "_register_post_backward_hook", note_and_register))
-
-    def refuse_lost_graph(self, begin: Callable[..., None], *args: Any) -> None:
-        """Begin a backward, if it keeps no graph or the weights that this needs.
-
-        Raises:
-            RuntimeError: It keeps a graph without them.
-        """
-        if torch.is_grad_enabled() and self._group.reshard_after_backward:
-            raise RuntimeError(
-                "create_graph: the weights that gradients of gradients need are let go after this backward: set "
-                "sharding.reshard_after_forward and sharding.reshard_after_backward to false"
-            )
-        begin(*args)
 
     def list_reduced(self) -> tuple[bool, ...]:
         """Return for each parameter whether the end of the unit's backward will reduce a gradient of it."""

@@ -68,7 +68,7 @@ from lit_fsdp.sharding.shard import (
     reshard,
 )
 from lit_fsdp.sharding.tensor_parallel import check_gradients
-from lit_fsdp.sharding.torch_internals import gather_when_called, refuse_lost_graph, settle_root
+from lit_fsdp.sharding.torch_internals import gather_when_called, settle_root
 from lit_fsdp.sharding.unit_table import make_table, print_table
 from lit_fsdp.sharding.wrap import Unit, Wrap, get_class
 from lit_fsdp.strategy.data_module import get_data_module
@@ -333,12 +333,13 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         is_rank = self.cluster_environment.creates_processes_externally
         refuse_unread(os.environ, self.cluster_environment, len(self.parallel_devices or ()), self.num_nodes)
         if is_rank and self.parallel_devices:
-            is_default = isinstance(self.cluster_environment, LightningEnvironment)
+            kind = type(self.cluster_environment)  # of others, and by default, it may be known after this
+            is_known = kind.__module__.startswith("lightning.") and kind is not LightningEnvironment
             started = count_started(
                 len(self.parallel_devices),
                 self.num_nodes,
                 num_found=type(self.accelerator).auto_device_count(),  # type: ignore[union-attr]
-                num_ranks=None if is_default else self.cluster_environment.world_size(),
+                num_ranks=self.cluster_environment.world_size() if is_known else None,
                 environ=os.environ,
                 tasks=find_own_tasks() if isinstance(self.cluster_environment, SLURMEnvironment) else None,
             )
@@ -624,7 +625,6 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
             )
         for root in find_roots(module):
             gather_when_called(root)
-            refuse_lost_graph(root)
         plugin = self.precision_plugin
         _SHARDED[module] = _Sharded(
             settings=self.settings, precision=str(plugin.precision), dtypes=plugin.mixed_precision, plan=self.plan

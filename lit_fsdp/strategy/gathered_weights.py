@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import lightning.pytorch as pl
+import torch
 from lightning_utilities.core import rank_zero
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lit_fsdp.errors import join_names
+from lit_fsdp.sharding.replaced_method import ReplacedMethod
 from lit_fsdp.sharding.shard import Sharding, find_roots, follow_toggles, reshard, reshard_when_toggled
-from lit_fsdp.sharding.torch_internals import list_edited, list_units
+from lit_fsdp.sharding.torch_internals import UnitInternals, is_in_forward, list_edited, list_units
 
 
 class GatheredWeights:
@@ -27,13 +31,17 @@ class GatheredWeights:
         self._is_automatic = module.automatic_optimization
         self._stays_gathered = not sharding.reshard_after_backward
         roots = find_roots(module)
-        self._units = [unit for root in roots for unit in list_units(root)]
+        units = {root: list_units(root) for root in roots}
+        self._units = [unit for of_root in units.values() for unit in of_root]
         self._edited: set[str] = set()  # weights whose gathered copies were changed, as was said
         self._has_seen_step = self._has_seen_backward = False
         self._toggles: list[Callable[[], None]] = []  # of an evaluation
         # Of the run, where gathered weights stay until the step.
         self._toggles_of_kept = [follow_toggles(r) for r in roots if self._stays_gathered and self._is_automatic]
-        self._hooks = [] if self._is_automatic else [reshard_when_toggled(root) for root in roots]
+        self._hooks: list[ReplacedMethod | RemovableHandle] = [
+            *(u.call_before_backward(partial(_keep_for_inner, root, of)) for root, of in units.items() for u in of),
+            *([] if self._is_automatic else (reshard_when_toggled(root) for root in roots)),
+        ]
 
     def remove(self) -> None:
         """Take the hooks out of the module."""
@@ -63,12 +71,11 @@ class GatheredWeights:
 
         Under manual optimization only where there are some: other networks may have a backward to come.
         """
-        if not self._stays_gathered:
-            return
-        if not self._has_seen_backward:
+        units = self._units if self._stays_gathered else [unit for unit in self._units if unit.is_kept]
+        if self._stays_gathered and not self._has_seen_backward:
             self._has_seen_backward = True
             self._warn_of_edited("a hook between micro-batches", "do it after the optimizer step")
-        for unit in self._units:
+        for unit in units:
             if unit.is_gathered and (self._is_automatic or any(shard.grad is not None for shard in unit.list_shards())):
                 unit.reshard()
 
@@ -103,6 +110,17 @@ class GatheredWeights:
                 f"{place} changes {join_names(edited)}: this changes gathered copies of the weights, not the weights; "
                 f"{answer}, see docs/limits.md"
             )
+
+
+def _keep_for_inner(root: nn.Module, units: list[UnitInternals]) -> None:
+    """Keep all weights of a root until the step, where a backward is inside of one.
+
+    A backward through the graph of another one reads weights where they were gathered: without them it would end in an
+    error or, on a CPU, in a segmentation fault. A forward that goes on after it has those of the root no more.
+    """
+    if torch.is_grad_enabled() or is_in_forward(root):  # of the backward: with ``create_graph``
+        for unit in units:
+            unit.keep()
 
 
 def list_limited(module: nn.Module) -> list[str]:

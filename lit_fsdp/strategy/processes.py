@@ -98,19 +98,22 @@ def refuse_unread(environ: Mapping[str, str], found: ClusterEnvironment | None, 
     Raises:
         ValueError: With the variables that are missing.
     """
-    is_rank = found is not None and found.creates_processes_externally
     is_read = found is not None and type(found) is not LightningEnvironment
-    is_by_hand = not is_rank and nodes > 1  # by NODE_RANK, and this process starts the ranks of its node
+    is_by_hand = nodes > 1 and "NODE_RANK" in environ  # a process starts the ranks of its node, maybe this one
     if is_torchrun(environ) or "SLURM_STEP_ID" in environ or is_read or is_by_hand:
         return
-    num_ranks = num_devices * nodes if is_rank else 1
+    is_rank = found is not None and found.creates_processes_externally
     for size, rank in OTHER_VARIABLES.items():
-        if rank in environ and environ.get(size) not in (None, "1", str(num_ranks)):
+        if rank not in environ or environ.get(size) in (None, "1"):
+            continue
+        # One process may start all ranks that these count.
+        is_whole = environ[size] == str(num_devices * nodes) and (is_rank or environ[rank] == "0")
+        if not is_whole:
             missing = ", ".join(name for name in _TORCHRUN_VARIABLES if name not in environ)
             raise ValueError(
                 f"{size}: got {environ[size]} in the environment, with {rank} {environ[rank]}, but not {missing}: "
                 f"each process would train alone: start them with torchrun or srun, set what is missing as torchrun "
-                f"does, or unset {size} and {rank}"
+                f"does, or unset {size} and {rank} where each is to train alone"
             )
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from waiting import wait_until
 
 from lit_fsdp import FSDP2Strategy
-from lit_fsdp.checkpoint import sharded, single_file
+from lit_fsdp.checkpoint import places, sharded, single_file
 from lit_fsdp.checkpoint.latest import find_last_checkpoint
 from lit_fsdp.checkpoint.leftovers import tidy_folders
 from lit_fsdp.checkpoint.manifest import MANIFEST, is_complete, read_position
@@ -323,6 +323,19 @@ def test_what_a_run_was_removing_when_it_was_killed_goes_at_the_next_start(
     tidy_folders([tmp_path], said.append)
     assert [path.name for path in tmp_path.iterdir()] == ["b.ckpt"]
     assert len(said) == 1
+
+
+def test_a_checkpoint_goes_beside_leftovers_and_from_a_disk_without_room_for_a_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find_full(path: Path) -> Any:
+        raise OSError(errno.ENOSPC, "no space", str(path))
+
+    save(tmp_path / "a.ckpt", 1)
+    shutil.copytree(tmp_path / "a.ckpt", tmp_path / ".a.ckpt.incomplete")
+    monkeypatch.setattr(places, "claim", find_full)
+    discard(tmp_path / "a.ckpt")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_single_file_that_is_cut_short_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -541,6 +541,8 @@ def test_processes_of_mpirun_do_not_train_alone_under_other_strategies_either(
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     assert main(["fit", "--config=run.yaml", "--trainer.strategy=ddp"]) == 2
     assert "OMPI_COMM_WORLD_SIZE: got 2 in the environment" in capsys.readouterr().err
+    main(["plan", "--config=run.yaml", "--trainer.strategy=fsdp2"])  # starts nothing
+    assert "error: data: not set: a plan needs one" in capsys.readouterr().err
 
 
 @pytest.mark.full

@@ -117,6 +117,24 @@ def test_layers_in_16_bits_take_inputs_of_other_dtypes(layer: nn.Module, inputs:
     torch.testing.assert_close(deepcopy(layer)(*inputs), expected, rtol=0, atol=0)
 
 
+def test_masks_of_attention_and_what_autocast_casts_stay_as_they_are() -> None:
+    layer, mask = nn.MultiheadAttention(6, 2).bfloat16(), torch.tensor([[0.0, -1e9, 1e-3], [0.0, 0.0, -1e9]])
+    rows = [torch.randn(n, 6).bfloat16() for n in (2, 3, 3)]
+    options = {"attn_mask": mask, "need_weights": False}
+    expected = layer(*rows, **options)[0]
+    cast_inputs(layer, None)
+    assert torch.equal(layer(*rows, **options)[0], expected)
+    assert torch.equal(layer(*(row.float() for row in rows), **options)[0], expected)
+    norm = nn.Linear(6, 6).bfloat16()
+    seen: list[torch.dtype] = []
+    cast_inputs(norm, None)
+    norm.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        norm(torch.ones(2, 6))
+    norm(torch.ones(2, 6))
+    assert seen == [torch.float32, torch.bfloat16]
+
+
 def build_sharded() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))  # 5 rows and 1 row over 2 ranks

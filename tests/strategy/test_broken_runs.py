@@ -13,7 +13,7 @@ from launches import Ended, fork_ranks, run_processes, torchrun, write_run
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lit_fsdp.cli import facts, train
+from lit_fsdp.cli import ckpt_path, facts
 
 STRATEGY = "trainer.strategy.init_args"
 GOOD = '{"text": "a good row"}\n'
@@ -249,8 +249,10 @@ def test_an_error_of_the_users_code_on_one_rank_ends_the_other_one() -> None:
 def test_ranks_that_found_different_checkpoints_end_with_both(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Path("step=7.ckpt")
     found.mkdir()
-    monkeypatch.setattr(train, "find_last_checkpoint", lambda *_, **__: found if os.environ["RANK"] == "0" else None)
-    monkeypatch.setattr(train, "check_checkpoint", lambda _: None)
+    monkeypatch.setattr(
+        ckpt_path, "find_last_checkpoint", lambda *_, **__: found if os.environ["RANK"] == "0" else None
+    )
+    monkeypatch.setattr(ckpt_path, "check_checkpoint", lambda _: None)
     ranks = fork_ranks("fit", "--config=run.yaml", "--ckpt_path=last", timeout_s=100)
     host = socket.gethostname()
     other = f"rank 1 on {host} has no checkpoint"

@@ -148,6 +148,27 @@ def test_a_process_that_a_launcher_nobody_reads_has_started_does_not_train_alone
         pl.Trainer(accelerator="cpu", strategy=FSDP2Strategy(), logger=False)
 
 
+@pytest.mark.parametrize(
+    ("variables", "num_nodes"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, 1),  # left over, and this process starts both
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "NODE_RANK": "1"}, 2),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "NODE_RANK": "1", "LOCAL_RANK": "1"}, 2),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, 1),
+    ],
+)
+def test_a_process_that_starts_the_ranks_of_its_node_is_taken_whoever_has_started_it(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], num_nodes: int
+) -> None:
+    for name in OURS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {**variables, "MASTER_ADDR": "n7", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    options = {"strategy": FSDP2Strategy(), "logger": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(accelerator="cpu", devices=2, num_nodes=num_nodes, **options)
+    assert trainer.world_size == 2 * num_nodes
+
+
 def test_as_many_ranks_as_a_launcher_that_only_lightning_reads_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n7", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)

@@ -817,9 +817,6 @@ class UsesShards(Samples):
             return loss + sum(parameter.square().sum() for parameter in self.net.parameters())
         if self.use == "product":
             return loss + (batch["x"].float() @ self.own).mean()
-        if self.use == "gradient":
-            x = batch["x"].clone().requires_grad_()
-            return torch.autograd.grad(self.net(x).sum(), x, create_graph=True)[0].square().sum()
         return loss
 
     def on_before_optimizer_step(self, *_: Any) -> None:
@@ -832,7 +829,6 @@ class UsesShards(Samples):
     ("use", "error", "meaning"),
     [
         ("penalty", "got mixed torch.Tensor and DTensor", r"inside its forward.* take weight\.full_tensor\(\)"),
-        ("gradient", "create_graph", "sharding.reshard_after_forward and sharding.reshard_after_backward to false"),
         ("norm", "not allocated yet", r"take torch\.nn\.utils\.get_total_norm for a norm"),
         ("product", "to have the same dtype", r"give x\.to\(weight\.dtype\) to products of your own"),
     ],
@@ -970,6 +966,48 @@ def test_steps_differentiate_inside_where_gathered_weights_stay(kind: str, is_by
     kept = Sharding(reshard_after_forward=False, reshard_after_backward=False)
     strategy = {"sharding": kept, "wrap": Wrap(module_classes=["Linear"])}
     compare(partial(Differentiated, kind, is_by_hand), tmp_path, strategy=strategy)
+
+
+class Penalized(Differentiated):
+    """Penalizes gradients before or after other forwards of the same blocks, in two micro-batches; validates forces."""
+
+    def __init__(self, order: str, is_by_hand: bool) -> None:
+        super().__init__("penalty on gradients", is_by_hand)
+        self.order = order
+        self.net = nn.Sequential(nn.Linear(6, 8), Block(8), Block(8), nn.Linear(8, 1))
+
+    def compute_loss(self, x: Tensor) -> Tensor:
+        other = x.detach().clone() * 0.5
+        if self.order == "first":
+            loss = super().compute_loss(x)
+            return loss + self.net(other).square().mean()
+        if self.order == "last":
+            return self.net(other).square().mean() + super().compute_loss(x)
+        if self.order == "attack":
+            x.requires_grad_()
+            (gradient,) = torch.autograd.grad(self.net(x).square().mean(), x)
+            return self.net((x + 0.1 * gradient.sign()).detach()).square().mean()
+        x.requires_grad_()  # only to be logged
+        (gradient,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+        self.log("norm", gradient.detach().norm())
+        return self.net(other).square().mean()
+
+    def validation_step(self, batch: dict[str, Tensor], _: int) -> None:
+        with torch.enable_grad():
+            x = batch["x"].clone().requires_grad_()
+            (force,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+        self.log("val", force.detach().norm(), sync_dist=not isinstance(self.trainer.strategy, DDPStrategy))
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self.train_dataloader()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("is_by_hand", [False, True], ids=["automatic", "by hand"])
+@pytest.mark.parametrize("order", ["first", "last", "logged", "attack"])
+def test_gradients_of_gradients_keep_the_weights_they_need(order: str, is_by_hand: bool, tmp_path: Path) -> None:
+    options: dict[str, Any] = {} if is_by_hand else {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+    compare(partial(Penalized, order, is_by_hand), tmp_path, inference_mode=False, **options)
 
 
 class Clamps(Plain):
