@@ -44,9 +44,10 @@ class GatheredWeights:
         ]
 
     def remove(self) -> None:
-        """Take the hooks out of the module."""
+        """Take the hooks out of the module, and keep nothing of it."""
         while self._hooks:
             self._hooks.pop().remove()
+        self._let_go_of_kept()
 
     def begin_training(self) -> None:
         """Say again which weights the first steps change in vain."""
@@ -100,7 +101,13 @@ class GatheredWeights:
         for find_toggled in self._toggles:
             find_toggled()
         self._toggles = []
+        self._let_go_of_kept()
         reshard(self._module)
+
+    def _let_go_of_kept(self) -> None:
+        for unit in self._units:
+            if unit.is_kept:
+                unit.reshard()
 
     def _warn_of_edited(self, place: str, answer: str) -> None:
         known = {f"{name}.weight" for name in list_limited(self._module)} | self._edited  # warned of already

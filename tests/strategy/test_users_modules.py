@@ -40,6 +40,7 @@ from transformers import AutoModel, BartConfig, PreTrainedConfig, Wav2Vec2Config
 
 from lit_fsdp import ActivationCheckpointing, Compile, FSDP2Strategy, Mesh, MixedPrecision, Sharding, Wrap
 from lit_fsdp.sharding.layer_drop import describe_layer_drop
+from lit_fsdp.sharding.torch_internals import list_units
 from lit_fsdp.tasks.loading import build_train_loader
 from ranks import RankError, run_ranks
 
@@ -1008,6 +1009,19 @@ class Penalized(Differentiated):
 def test_gradients_of_gradients_keep_the_weights_they_need(order: str, is_by_hand: bool, tmp_path: Path) -> None:
     options: dict[str, Any] = {} if is_by_hand else {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
     compare(partial(Penalized, order, is_by_hand), tmp_path, inference_mode=False, **options)
+
+
+@pytest.mark.full
+def test_a_run_keeps_no_weights_for_the_next_one() -> None:
+    def body() -> None:
+        module = Penalized("last", is_by_hand=False)
+        trainer = build_trainer(FSDP2Strategy(wrap=Wrap(module_classes=["Block"])), max_steps=2, inference_mode=False)
+        for run in (trainer.fit, trainer.validate):
+            run(module)
+            units = [(unit.is_gathered, unit._group.reshard_after_backward) for unit in list_units(module)]
+            assert units == [(False, True)] * 3
+
+    run_ranks(body)
 
 
 class Clamps(Plain):
