@@ -349,7 +349,7 @@ def _attend_in_turn(
         raise ValueError(f"attention: got {VARLEN!r}: {name} adds a bias for each pair of tokens; set attention: sdpa")
     # What torch's kernels have not is left to the model's own code.
     is_plain = inner == "sdpa" and all(options.get(name) is None for name in ("softcap", "s_aux"))
-    attend = partial(_attend_fused if is_plain else partial(_attend_eagerly, module), options=options)
+    attend = partial(attend_fused if is_plain else partial(_attend_eagerly, module), options=options)
     # Splits, whose gradients are put together in one: those of slices would each be as large as all rows.
     by_row = [states.split(1) if len(mask.lengths) > 1 else [states] for states in (query, key, value)]
     rows = []
@@ -374,7 +374,7 @@ def _attend_to_one(
     return _join(parts, dim=1)
 
 
-def _attend_fused(query: Tensor, key: Tensor, value: Tensor, *, window: int, options: Mapping[str, Any]) -> Tensor:
+def attend_fused(query: Tensor, key: Tensor, value: Tensor, *, window: int, options: Mapping[str, Any]) -> Tensor:
     """Attend from the last tokens of some to a window each, by a kernel of torch; [1, queries, heads, width]."""
     num_queries, num_keys = query.shape[2], key.shape[2]
     mask = None if num_queries == num_keys else _make_band(num_queries, num_keys, window, query)

@@ -343,7 +343,7 @@ def test_heads_are_shared_in_one_call_only_where_a_gpu_has_a_kernel_for_it(
     monkeypatch.setattr(attention, "_get_device_type", lambda _: "cuda")
     monkeypatch.setattr(attention, "is_before_flash", lambda _: is_before_flash)
     query, keys = torch.randn(1, 4, 8, 4, dtype=dtype), torch.randn(1, 2, 8, 4, dtype=dtype)
-    found = attention._attend_fused(query, keys, keys, window=8, options={})
+    found = attention.attend_fused(query, keys, keys, window=8, options={})
     whole = keys.repeat_interleave(2, dim=1)
     torch.testing.assert_close(found, run(query, whole, whole, is_causal=True).transpose(1, 2))
     assert shared == [(is_shared, 2 if is_shared else 4)]
