@@ -29,9 +29,7 @@ from typing_extensions import override
 
 import lit_fsdp.tasks  # noqa: F401  so that `class_path: CausalLM` is found by its short name
 from lit_fsdp.callbacks import Preemption, ProgressBar
-from lit_fsdp.checkpoint.latest import (
-    describe_interruption,
-)
+from lit_fsdp.checkpoint.latest import describe_interruption
 from lit_fsdp.checkpoint.remote import Location, is_remote, locate, locate_local
 from lit_fsdp.cli.ckpt_path import CKPT_PATH_HELP, choose_checkpoint, locate_checkpoint
 from lit_fsdp.cli.defaults import (
