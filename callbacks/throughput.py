@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lit_fsdp.planning.step_parts import NoEstimateError
 from lit_fsdp.planning.timing.links import parse_links
-from lit_fsdp.planning.timing.step_estimate import StepTimeEstimator, compare_times, get_compute_dtype, read_gpu
+from lit_fsdp.planning.timing.step_estimate import StepTimeEstimator, compare_times, get_matmul_dtype, read_gpu
 from lit_fsdp.planning.timing.step_time import StepTime
 from lit_fsdp.profiling.clock import Clock, Step, Timeline
 from lit_fsdp.profiling.compilations import CompilationMeter
@@ -277,7 +277,7 @@ class ThroughputLogger(StepCallback):
         return meter
 
     def _choose_peak(self, trainer: Trainer, module: LightningModule) -> float | None:
-        device, dtype = trainer.strategy.root_device, get_compute_dtype(trainer, module)
+        device, dtype = trainer.strategy.root_device, get_matmul_dtype(trainer, module)
         if device.type != "cuda":
             self._notes.append(f"no MFU, and no time predicted: the peak of a {device.type} is not known")
             return None

@@ -30,9 +30,9 @@ from lit_fsdp.errors import get_first_line
 from lit_fsdp.export.adapter import describe_adapters
 from lit_fsdp.export.folder import ADAPTER_CONFIG
 from lit_fsdp.optim.factory import Optimizer
-from lit_fsdp.planning.timing.step_estimate import get_compute_dtype
 from lit_fsdp.quantization.layers import is_named, list_quantizable
 from lit_fsdp.quantization.quantize import Quantization
+from lit_fsdp.strategy.precision_plugin import get_compute_dtype
 from lit_fsdp.tasks.base import Task
 from lit_fsdp.tasks.lr_schedule import LRSchedule
 from lit_fsdp.tasks.model_config import (
@@ -316,8 +316,7 @@ class PretrainedTask(Task):
             assert self.pretrained is not None
             if self._base is None or not knows_all_values(self._base):
                 self._base = describe_base(self.pretrained, self.quantization)
-            dtype = get_compute_dtype(self.trainer, self)
-            checkpoint[BASE] = {**self._base, "compute_dtype": "float32" if dtype == "tf32" else dtype}
+            checkpoint[BASE] = {**self._base, "compute_dtype": get_compute_dtype(self.trainer, self)}
 
     @override
     def describe_misfit(self, checkpoint: Mapping[str, Any]) -> str | None:

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.types import Steppable
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, Precision
 from lightning.pytorch.plugins.precision import MixedPrecision as AutocastPrecision
@@ -108,3 +109,17 @@ def translate_precision(plugin: Precision, override: MixedPrecision | None, devi
     if type(plugin) not in (Precision, HalfPrecision, AutocastPrecision, DoublePrecision):
         raise ValueError(f"FSDP2Strategy cannot work with {type(plugin).__name__}; leave out trainer.plugins")
     return FSDP2Precision(str(plugin.precision), override, device_type)
+
+
+def get_compute_dtype(trainer: pl.Trainer, module: pl.LightningModule) -> str:
+    """Return the dtype that a run computes with, of any strategy, such as ``bfloat16``."""
+    plugin: Any = trainer.precision_plugin
+    dtype: str | None = None
+    if isinstance(plugin, FSDP2Precision):
+        dtype = plugin.mixed_precision.param_dtype or plugin.mixed_precision.storage_dtype
+    elif str(plugin.precision).startswith(("bf16", "16")):
+        dtype = "bfloat16" if str(plugin.precision).startswith("bf16") else "float16"
+    if dtype is None:
+        parameters = (p for p in module.parameters() if p.is_floating_point() and p.dim() > 1)
+        dtype = str(getattr(next(parameters, None), "dtype", torch.float32)).removeprefix("torch.")
+    return dtype

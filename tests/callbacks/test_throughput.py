@@ -16,7 +16,7 @@ from training import EVEN, GLOBAL_BATCH, Rows, build_task, build_trainer, save_m
 
 from lit_fsdp import ActivationCheckpointing, FSDP2Strategy
 from lit_fsdp.callbacks import ThroughputLogger
-from lit_fsdp.planning.timing.step_estimate import get_compute_dtype
+from lit_fsdp.planning.timing.step_estimate import get_matmul_dtype
 from lit_fsdp.reporting.sections import HasSection, Section
 from ranks import run_ranks
 
@@ -314,4 +314,4 @@ def test_mfu_is_of_the_peak_of_the_dtype_that_is_computed_in(tmp_path: Path, mon
         for strategy in strategies:
             trainer = Trainer(accelerator="cpu", devices=1, strategy=strategy, precision=precision, logger=False)  # type: ignore[arg-type]
             task = SlowTask().double() if precision == "64-true" else SlowTask()
-            assert get_compute_dtype(trainer, task) == expected
+            assert get_matmul_dtype(trainer, task) == expected

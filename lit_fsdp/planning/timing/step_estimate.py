@@ -21,7 +21,7 @@ from lit_fsdp.planning.timing.hardware import Gpu, find_gpu
 from lit_fsdp.planning.timing.links import Interconnect, choose_links
 from lit_fsdp.planning.timing.step_time import StepTime
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
-from lit_fsdp.strategy.precision_plugin import FSDP2Precision
+from lit_fsdp.strategy.precision_plugin import get_compute_dtype
 from lit_fsdp.strategy.trainer_settings import count_micro_batches
 
 
@@ -31,7 +31,7 @@ class StepTimeEstimator:
 
     Args:
         gpu: Of every rank.
-        dtype: That is computed in, as of ``get_compute_dtype``.
+        dtype: That is computed in, as of ``get_matmul_dtype``.
         links: Between ranks; ``None`` for those of ``fsdp2_auto``, or what is usual for the GPU.
     """
 
@@ -100,16 +100,8 @@ def read_gpu(device: torch.device) -> tuple[Gpu | None, str]:
     return find_gpu(properties.name, properties.total_memory / 2**30), properties.name
 
 
-def get_compute_dtype(trainer: Trainer, module: LightningModule) -> str:
-    """Return the dtype that matrices are multiplied in: ``bfloat16``, ``float16``, ``float32``, ``tf32`` or another."""
-    plugin: Any = trainer.precision_plugin
-    dtype: str | None = None
-    if isinstance(plugin, FSDP2Precision):
-        dtype = plugin.mixed_precision.param_dtype or plugin.mixed_precision.storage_dtype
-    elif str(plugin.precision).startswith(("bf16", "16")):
-        dtype = "bfloat16" if str(plugin.precision).startswith("bf16") else "float16"
-    if dtype is None:
-        parameters = (p for p in module.parameters() if p.is_floating_point() and p.dim() > 1)
-        dtype = str(getattr(next(parameters, None), "dtype", torch.float32)).removeprefix("torch.")
+def get_matmul_dtype(trainer: Trainer, module: LightningModule) -> str:
+    """Return what matrices are multiplied in: the dtype of compute, or ``tf32``."""
+    dtype = get_compute_dtype(trainer, module)
     is_tf32 = dtype == "float32" and torch.get_float32_matmul_precision() != "highest"
     return "tf32" if is_tf32 else dtype
