@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as _Redu
 # Drop it, with what uses it, when FSDP2 ends a forward that fails.
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lit_fsdp.sharding.replaced_method import ReplacedMethod
 
@@ -60,6 +60,22 @@ def _leave_inference_mode(function: Any) -> Any:
 # method that draws samples, no later step could use them. Seen in torch 2.13.
 for _name in ("init_all_gather_outputs", "init_unsharded_param"):
     setattr(FSDPParam, _name, _leave_inference_mode(getattr(FSDPParam, _name)))
+
+
+def _assign_data(self: DTensor, value: Tensor) -> None:
+    """Take over the values of a tensor, whole or in shards, where torch would change nothing that a step reads."""
+    if value.shape != self.shape or value.dtype != self.dtype:
+        is_, got = (f"{tensor.dtype} of {list(tensor.shape)}" for tensor in (self, value))
+        raise RuntimeError(f"data = ...: got {got} for a sharded parameter, which is {is_}: shape and dtype are fixed")
+    with torch.no_grad():
+        if isinstance(value, DTensor):
+            rows = value.redistribute(self.device_mesh, self.placements)
+        else:
+            rows = distribute_tensor(value, self.device_mesh, self.placements, src_data_rank=None)
+        self.to_local().data.copy_(rows.to_local())
+
+
+DTensor.data = property(Tensor.data.__get__, _assign_data)  # type: ignore[assignment,attr-defined]
 
 
 class _TakesMemory:

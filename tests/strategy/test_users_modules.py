@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 from training import build_trainer
@@ -1564,6 +1565,44 @@ def test_a_run_with_lbfgs_trains_and_is_not_resumed(tmp_path: Path) -> None:
     half = {"mixed_precision": MixedPrecision(param_dtype="float16")}
     with pytest.raises(RankError, match=r"got LBFGS with gradients in float16: .*; set precision: bf16-mixed or 32-tr"):
         run_ranks(partial(train, strategy=half), SecondOrder, tmp_path / "half", True, world_size=1)
+
+
+class Sharpness(torch.optim.SGD):
+    """Steps with the gradients from uphill of here, and puts weights back as implementations of SAM do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        parameters = self.param_groups[0]["params"]
+        scale = 0.3 / to_full(nn.utils.get_total_norm([p.grad for p in parameters]))
+        kept = [p.data.clone() for p in parameters]
+        for p in parameters:
+            p.add_(p.grad * scale)
+        with torch.enable_grad():
+            closure()
+        for p, data in zip(parameters, kept, strict=True):
+            p.data = data
+        super().step()
+        return loss
+
+
+class Assigns(Plain):
+    """Replaces the values of weights: shards in its optimizer, and whole ones in a hook."""
+
+    def configure_optimizers(self) -> Any:
+        return Sharpness(self.parameters(), lr=0.1)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        bias = self.net[0].bias
+        bias.data = to_full(bias.data).clamp(-0.2, 0.2)
+        if isinstance(bias, DTensor):
+            with pytest.raises(RuntimeError, match=r"got torch.float64 of .* which is torch.float32 of \[15\]: shape"):
+                bias.data = bias.data.double()
+
+
+def test_data_that_is_assigned_reaches_the_shards(tmp_path: Path) -> None:
+    compare(Assigns, tmp_path)
 
 
 class Limited(Plain):
