@@ -11,6 +11,7 @@ from speech_training import GLOBAL_BATCH, NUM_STEPS, build_trainer
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from training import OPTIMIZER, Recorder, Result
 
+from lit_fsdp.callbacks import WritePredictions
 from lit_fsdp.tasks import LRSchedule, SpeechData, TextToSpeech
 from lit_fsdp.tasks.tts.families.model_types import parse_family
 from lit_fsdp.tasks.tts.generation import Sampling
@@ -119,12 +120,13 @@ def build_data(folder: Path, **options: Any) -> SpeechData:
     return SpeechData(train=str(folder), tokenizer="bytes", **{**_PLAIN, **options})
 
 
-def fit(raw: dict[str, Any], folder: Path, out: Path, accumulate: int, options: dict[str, Any]) -> None:
+def fit(raw: dict[str, Any], folder: Path, out: Path, accumulate: int, options: dict[str, Any], **of_data: Any) -> None:
     pl.seed_everything(0, verbose=False)
     recorder = Recorder()
     trainer = build_trainer(callbacks=[recorder], accumulate_grad_batches=accumulate)
     task = build_task(raw, **options)
-    trainer.fit(task, build_data(folder, batch_size=GLOBAL_BATCH // dist.get_world_size() // accumulate))
+    batch_size = GLOBAL_BATCH // dist.get_world_size() // accumulate
+    trainer.fit(task, build_data(folder, batch_size=batch_size, **of_data))
     trainer.save_checkpoint(out / "run.ckpt")
     state = get_model_state_dict(task, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     recorder.result.weights = {name.removeprefix("model."): value for name, value in state.items()}
@@ -146,7 +148,8 @@ def speak_unequally(raw: dict[str, Any], folder: Path, out: Path, find_heads: An
 
     torch.nn.modules.module.register_module_forward_hook(hurry)
     (out / "texts.txt").write_text("a\nab\nabc\n")
-    rows = build_trainer().predict(task, build_data(folder, predict=str(out / "texts.txt"), batch_size=1))
+    trainer = build_trainer(callbacks=[WritePredictions(path=str(out / "spoken.jsonl"))])
+    rows = trainer.predict(task, build_data(folder, predict=str(out / "texts.txt"), batch_size=1))
     lengths = [len(codes) for batch in rows for codes in batch["prediction"]]
     ended = [has_ended for batch in rows for has_ended in batch["has_ended"]]
     torch.save((lengths, ended), out / f"{dist.get_rank()}.pt")

@@ -1,6 +1,5 @@
 """What a run of speech keeps and says: checkpoints, validation, predictions."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,7 @@ from speech_training import (
     make_config,
     make_rows,
 )
-from torch import Tensor
 
-from lit_fsdp.callbacks import WritePredictions
 from lit_fsdp.tasks import Sampling
 from lit_fsdp.tasks.tts.config import parse_config
 from lit_fsdp.tasks.tts.evaluation.prompts import PromptRow, read_prompts
@@ -78,44 +75,6 @@ def test_a_run_that_goes_on_with_data_of_another_layout_says_so(
     del stored["speech"]["speaker_embedding"]  # as of an earlier release
     torch.save(stored, tmp_path / "a.ckpt")
     assert list_changes(speaker_embedding="mean") == []
-
-
-def is_head(task: Any, module: Any) -> bool:
-    return task.model is not None and module is task.model.talker.codec_head
-
-
-def speak(folder: Path, out: Path) -> None:
-    pl.seed_everything(0, verbose=False)
-    texts = out / "texts.jsonl"
-    trainer = build_trainer(callbacks=[WritePredictions(path=str(out / "spoken.jsonl"))])
-    task = build_task(sampling=Sampling(max_frames=9, seed=1))
-    eos = parse_config(make_config()).ids.eos
-
-    def hurry(_: Any, inputs: Any, logits: Tensor) -> Tensor:  # one rank is to end long before the other
-        away = torch.zeros_like(logits)
-        away[..., eos] = -1e4 if dist.get_rank() else 1e4
-        return logits + away
-
-    torch.nn.modules.module.register_module_forward_hook(
-        lambda module, inputs, out: hurry(module, inputs, out) if is_head(task, module) else None
-    )
-    rows = trainer.predict(task, build_data(folder, predict=str(texts), batch_size=1))
-    lengths = [len(codes) for batch in rows for codes in batch["prediction"]]
-    torch.save((lengths, rows), out / f"{dist.get_rank()}.pt")
-
-
-@pytest.mark.full
-def test_ranks_whose_speech_ends_at_different_frames_do_not_wait_for_each_other(prepared: Path, tmp_path: Path) -> None:
-    lines = [f'{{"text": "{"ab" * (i + 1)}", "speaker": "kim"}}' for i in range(3)]
-    (tmp_path / "texts.jsonl").write_text("\n".join(lines))
-    run_ranks(speak, prepared, tmp_path, world_size=2)
-    found = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]
-    assert max(found[0][0]) < 4 < 9 == max(found[1][0])
-    indices = [batch["index"] for _, rows in found for batch in rows]
-    assert sorted(i for part in indices for i in part if i >= 0) == [0, 1, 2]
-    written = [json.loads(line) for line in (tmp_path / "spoken.jsonl").read_text().splitlines()]
-    assert [row["index"] for row in written] == [0, 1, 2]
-    assert all(len(frame) == 16 for row in written for frame in row["prediction"])
 
 
 def test_without_speakers_in_training_there_are_none_when_it_speaks(prepared: Path) -> None:

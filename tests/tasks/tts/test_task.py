@@ -1,5 +1,6 @@
 """Training of speech: sharded as on one device, normalised by global counts, and what a run tells and keeps."""
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,9 +9,9 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from differences import find_largest
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from speech_families import fit
 from speech_training import (
     GLOBAL_BATCH,
     NUM_STEPS,
@@ -24,7 +25,6 @@ from speech_training import (
 )
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.utils.data import DataLoader
 from training import Recorder, Result
 
@@ -70,20 +70,6 @@ def train_plainly() -> Result:
     return train_model(model, [collate_training(step, model.config) for step in steps], (1.0, 0.3))
 
 
-def fit(folder: Path, out: Path, accumulate: int, share: Any) -> None:
-    pl.seed_everything(0, verbose=False)
-    recorder = Recorder()
-    trainer = build_trainer(callbacks=[recorder], accumulate_grad_batches=accumulate)
-    task = build_task()
-    data = build_data(folder, batch_size=GLOBAL_BATCH // dist.get_world_size() // accumulate, share=share)
-    trainer.fit(task, data)
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_model_state_dict(task, options=options)
-    recorder.result.weights = {name.removeprefix("model."): value for name, value in state.items()}
-    if trainer.is_global_zero:
-        torch.save(vars(recorder.result), out)
-
-
 @pytest.fixture(scope="module")
 def truth() -> Result:
     return train_plainly()
@@ -97,9 +83,9 @@ def truth() -> Result:
 def test_training_is_the_same_on_any_number_of_ranks(
     prepared: Path, tmp_path: Path, truth: Result, world_size: int, accumulate: int, share: Any
 ) -> None:
-    out = tmp_path / "result.pt"
-    run_ranks(fit, prepared, out, accumulate, share, world_size=world_size)
-    result = Result(**torch.load(out))
+    train = partial(fit, share=share, speaker_embedding="row")
+    run_ranks(train, make_config(), prepared, tmp_path, accumulate, {}, world_size=world_size)
+    result = Result(**torch.load(tmp_path / "result.pt"))
     for own, wanted in ((result.losses, truth.losses), (result.grad_norms, truth.grad_norms)):
         assert find_largest(abs(a - b) / abs(b) for a, b in zip(own, wanted, strict=True)) < 1e-6
     assert result.weights.keys() == truth.weights.keys()

@@ -1,5 +1,6 @@
-"""CSM and Dia, through the same interface: sharded as on one device, and no rank waits for another for ever."""
+"""All families through one interface: CSM and Dia sharded as on one device, and no rank waits for another for ever."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 from differences import find_largest
 from speech_families import CSM, DIA, fit, make_rows, speak_unequally, train_plainly
+from speech_training import make_config
 from training import Result
 
 from lit_fsdp.tasks.tts.preparation.prepared import write_shard
@@ -17,12 +19,13 @@ from ranks import run_ranks
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A family: its tiny model, numbers of speakers, what writes codes, and the code that is the end."""
+    """A family: its tiny model, speakers, what writes codes, the code that is the end, and the fewest frames."""
 
     raw: dict[str, Any]
     num_codebooks: int
     find_heads: Callable[[Any], list[Any]]
     end: int
+    fewest: int = 0
     voices: dict[str, Any] = field(default_factory=dict)
 
 
@@ -34,13 +37,22 @@ def find_heads_of_dia(model: Any) -> list[Any]:
     return [model.logits_dense]
 
 
+def find_heads_of_qwen3(model: Any) -> list[Any]:
+    return [model.talker.codec_head]
+
+
 CASES = [
     Case(raw=CSM, num_codebooks=6, find_heads=find_heads_of_csm, end=0, voices={"kim": 0, "lee": 1}),
     Case(raw=DIA, num_codebooks=4, find_heads=find_heads_of_dia, end=64),
 ]
+QWEN3 = Case(raw=make_config(), num_codebooks=16, find_heads=find_heads_of_qwen3, end=66, fewest=2)
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.raw["model_type"])
+def name(case: Case) -> str:
+    return str(case.raw["model_type"])
+
+
+@pytest.fixture(scope="module")
 def case(request: pytest.FixtureRequest) -> Case:
     return request.param
 
@@ -58,6 +70,7 @@ def truth(case: Case) -> Result:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("case", CASES, ids=name, indirect=True, scope="module")
 @pytest.mark.parametrize(
     ("world_size", "accumulate"), [(1, 1), (2, 1), (1, 3), pytest.param(3, 2, marks=pytest.mark.slow)]
 )
@@ -75,10 +88,15 @@ def test_training_is_the_same_on_any_number_of_ranks(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("case", [*CASES, QWEN3], ids=name, indirect=True, scope="module")
 def test_ranks_whose_speech_ends_at_different_frames_do_not_wait_for_each_other(
     case: Case, prepared: Path, tmp_path: Path
 ) -> None:
     run_ranks(speak_unequally, case.raw, prepared, tmp_path, case.find_heads, case.end, world_size=2)
     (early, late) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
-    assert early == ([0, 0], [True, True])
+    assert early == ([case.fewest] * 2, [True, True])
     assert late == ([5, 5], [False, False])
+    written = [json.loads(line) for line in (tmp_path / "spoken.jsonl").read_text().splitlines()]
+    assert [row["index"] for row in written] == [0, 1, 2]
+    assert [len(row["prediction"]) for row in written] == [case.fewest, 5, case.fewest]
+    assert all(len(frame) == case.num_codebooks for row in written for frame in row["prediction"])
