@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from launches import OURS, Ended
+from launches import OURS, Ended, fork_ranks
 
 from lit_fsdp.cli import main as cli
 
@@ -55,6 +55,21 @@ def plan(*args: str, code: int = 0) -> dict[str, Any]:
     assert main(["plan", *args, "--out=planned"]) == code
     found: dict[str, Any] = json.loads(Path("planned/plan.json").read_text())
     return found
+
+
+def fit(*args: str) -> tuple[str, dict[str, Any]]:
+    """Train on two ranks, and return what the first one says, and the sections of the report."""
+    ended = fork_ranks("fit", *args)
+    assert [rank.code for rank in ended] == [0, 0], ended[0].err
+    report = next(Path("runs").rglob("report.json"))
+    return ended[0].err + ended[0].out, json.loads(report.read_text())["sections"]
+
+
+def check_held(planned: dict[str, Any], real: dict[str, Any], *, rel: float = 0.01) -> None:
+    """Compare the memory of a plan with what a step of a run has held."""
+    assert planned["peak_bytes"] == pytest.approx(real["peak_bytes"], rel=rel)
+    for kind in ("parameters", "optimizer_state", "gradients", "gathered"):
+        assert planned["largest_bytes_by_kind"][kind] == real["largest_bytes_by_kind"][kind], kind
 
 
 class Recorded:

@@ -1,6 +1,5 @@
 """Subclasses that replace parts of a task's step: what is planned for them is what they do, not what the task does."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from launches import ROOT, fork_ranks, write_run
-from plan_runs import Recorded, check_refused, enter_folder, plan
+from plan_runs import Recorded, check_refused, enter_folder, fit, plan
 from torch import nn
 
 from lit_fsdp.planning.closed_form.overrides import keeps_gradients, list_overrides, list_untraced
@@ -172,9 +171,8 @@ def write_example() -> None:
 def test_the_example_of_the_guide_holds_what_its_plan_says() -> None:
     write_example()
     own = ["--config=run.yaml", "--model.class_path=mytask.SmoothedLM"]
-    ended = fork_ranks("fit", *own, "--monitoring=true")
-    assert [rank.code for rank in ended] == [0, 0], ended[0].err
-    memory = json.loads(next(Path().glob("runs/run/**/report.json")).read_text())["sections"]["memory"]
+    _, report = fit(*own, "--monitoring=true")
+    memory = report["memory"]
     assert "predicted" not in memory["numbers"]
     reason = "SmoothedLM: overrides sum_losses, which the closed form cannot see"
     assert f"Nothing was predicted: {reason}." in memory["notes"]

@@ -1,26 +1,16 @@
 """The plan of a classifier is what its run holds."""
 
 import json
-import os
-import sys
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from image_training import write_folder
-from launches import OURS, fork_ranks
-
-from lit_fsdp.cli import main as cli
+from plan_runs import check_held, enter_folder, fit, main, plan
 
 VIT = {"model_type": "vit", "image_size": 32, "patch_size": 4, "hidden_size": 64, "intermediate_size": 128}
 VIT |= {"num_hidden_layers": 3, "num_attention_heads": 4}
-
-
-def main(args: list[str]) -> None:
-    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
-    sys.exit(cli.main(args))
 
 
 @pytest.mark.full
@@ -28,9 +18,7 @@ def main(args: list[str]) -> None:
 def test_a_plan_is_what_a_run_on_two_ranks_holds(
     mixup: dict[str, float] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in OURS:
-        monkeypatch.delenv(name, raising=False)
+    enter_folder(tmp_path, monkeypatch)
     write_folder(tmp_path / "train", {"cat": 32, "dog": 32})
     quiet = {"enable_progress_bar": False, "enable_checkpointing": False, "log_every_n_steps": 1}
     model: dict[str, Any] = {"config": VIT, "mixup": mixup, "num_classes": 2}
@@ -41,22 +29,11 @@ def test_a_plan_is_what_a_run_on_two_ranks_holds(
         "data": {"class_path": "ImageData", "init_args": data},
     }
     Path("run.yaml").write_text(yaml.safe_dump(run))
-    ended = fork_ranks("fit", "--config=run.yaml")
-    assert [rank.code for rank in ended] == [0, 0], ended[0].err
-    report = next(tmp_path.glob("runs/run/**/report.json"))
-    real = json.loads(report.read_text())["sections"]["memory"]["numbers"]["step"]
-    process = get_context("fork").Process(
-        target=main, args=(["plan", "--config=run.yaml", "--devices=2", "--exact=true", "--out=planned"],)
-    )
-    process.start()
-    process.join()
-    assert process.exitcode == 0
-    found = json.loads(Path("planned/plan.json").read_text())
+    _, report = fit("--config=run.yaml")
+    real = report["memory"]["numbers"]["step"]
+    found = plan("--config=run.yaml", "--devices=2", "--exact=true")
     assert found["closed_form_peak_bytes"] == pytest.approx(real["peak_bytes"], rel=0.02)
-    planned = found["memory"]
-    assert planned["peak_bytes"] == pytest.approx(real["peak_bytes"], rel=0.02)
-    for kind in ("parameters", "optimizer_state", "gradients", "gathered"):
-        assert planned["largest_bytes_by_kind"][kind] == real["largest_bytes_by_kind"][kind], kind
+    check_held(found["memory"], real, rel=0.02)
 
 
 def plan_size(model: dict[str, Any], size: int) -> int | None:
@@ -67,11 +44,7 @@ def plan_size(model: dict[str, Any], size: int) -> int | None:
         "data": {"class_path": "ImageData", "init_args": {"train": "train", "processor": {"size": size}}},
     }
     Path("run.yaml").write_text(yaml.safe_dump(run))
-    args = ["plan", "--config=run.yaml", "--devices=2", "--exact=true", "--out=planned"]
-    process = get_context("fork").Process(target=main, args=(args,))
-    process.start()
-    process.join()
-    return process.exitcode
+    return main(["plan", "--config=run.yaml", "--devices=2", "--exact=true", "--out=planned"])
 
 
 @pytest.mark.full

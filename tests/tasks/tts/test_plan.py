@@ -1,19 +1,15 @@
 """The plan of a speech model is what its run holds."""
 
-import json
-import os
 import re
-import sys
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from launches import OURS, ROOT, fork_ranks
+from launches import ROOT
+from plan_runs import check_held, enter_folder, fit, plan
 from speech_families import CSM, DIA
 
-from lit_fsdp.cli import main as cli
 from lit_fsdp.planning.search.report import apply_changes
 
 MINE = """
@@ -26,11 +22,6 @@ class Largest(SpeechData):
     def train_dataloader(self):
         return DataLoader([self.make_example_batch()] * 16, batch_size=None)
 """
-
-
-def main(args: list[str]) -> None:
-    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
-    sys.exit(cli.main(args))
 
 
 @pytest.mark.full
@@ -50,26 +41,26 @@ def main(args: list[str]) -> None:
 def test_a_plan_is_what_a_run_on_two_ranks_holds(
     options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    check(ROOT / "configs" / "tts_quickstart.yaml", options, monkeypatch)
+    enter_folder(tmp_path, monkeypatch)
+    check(ROOT / "configs" / "tts_quickstart.yaml", options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("raw", [CSM, DIA], ids=["csm", "dia"])
 def test_so_is_that_of_other_families(raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+    enter_folder(tmp_path, monkeypatch)
     config = yaml.safe_load((ROOT / "configs" / "tts_quickstart.yaml").read_text())
     config["model"]["init_args"] |= {"config": raw, "sampling": {"max_frames": 40}}
     (tmp_path / "tts_quickstart.yaml").write_text(yaml.safe_dump(config))
-    check(tmp_path / "tts_quickstart.yaml", [], monkeypatch)
+    check(tmp_path / "tts_quickstart.yaml", [])
 
 
 @pytest.mark.full
 def test_fsdp2_auto_finds_settings_and_the_run_is_as_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+    enter_folder(tmp_path, monkeypatch)
     strategy = ["--trainer.strategy=lit_fsdp.AutoFSDP2Strategy", "--trainer.strategy.device_memory=1496MiB"]
     path = ROOT / "configs" / "tts_quickstart.yaml"
-    said, memory = fit(f"--config={path}", *strategy, "--data.batch_size=4", patch=monkeypatch)
+    said, memory = fit_speech(f"--config={path}", *strategy, "--data.batch_size=4")
     # The defaults need 1.73 GiB.
     assert re.search(r"fsdp2_auto: .*activation_checkpointing.mode=\w+: 1\.[234]\d of 1\.46 GiB with headroom", said)
     assert memory["predicted"]["peak_bytes"] == pytest.approx(memory["step"]["peak_bytes"], rel=0.01)
@@ -77,12 +68,12 @@ def test_fsdp2_auto_finds_settings_and_the_run_is_as_predicted(tmp_path: Path, m
 
 @pytest.mark.full
 def test_what_a_search_writes_with_adapters_freezes_no_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+    enter_folder(tmp_path, monkeypatch)
     raw = yaml.safe_load((ROOT / "configs" / "tts_quickstart.yaml").read_text())
     raw["model"]["init_args"]["freeze"] = ["text_embedding"]
     Path("run.yaml").write_text(yaml.safe_dump(raw))
-    plan("--config=run.yaml", "--devices=1", "--device-memory=2GiB", "--search=true", "--out=planned")
-    candidates = json.loads(Path("planned/plan.json").read_text())["search"]["candidates"]
+    found = plan("--config=run.yaml", "--devices=1", "--device-memory=2GiB", "--search=true")
+    candidates = found["search"]["candidates"]
     adapted = [found["changes"] for found in candidates if "model.lora" in found["changes"]]
     assert any("model.quantization" in changes for changes in adapted)
     for changes in adapted:
@@ -90,39 +81,24 @@ def test_what_a_search_writes_with_adapters_freezes_no_parts(tmp_path: Path, mon
         plan("--config=mine.yaml", "--devices=1")
 
 
-def plan(*options: str) -> None:
-    process = get_context("fork").Process(target=main, args=(["plan", *options],))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
-
-
-def fit(*options: str, patch: pytest.MonkeyPatch) -> tuple[str, dict[str, Any]]:
-    """Train on two ranks, and return what the first one says, and the report's numbers of memory."""
-    for name in OURS:
-        patch.delenv(name, raising=False)
+def fit_speech(*options: str) -> tuple[str, dict[str, Any]]:
+    """Train, and return what the first rank says, and the report's numbers of memory."""
     quiet = ["--trainer.max_steps=3", "--trainer.enable_checkpointing=false", "--model.num_samples=0"]
-    ended = fork_ranks("fit", *options, *quiet, "--trainer.accelerator=cpu")
-    assert [rank.code for rank in ended] == [0, 0], ended[0].err
-    report = next(Path.cwd().glob("runs/tts_quickstart/**/report.json"))
-    sections = json.loads(report.read_text())["sections"]
+    said, sections = fit(*options, *quiet, "--trainer.accelerator=cpu")
     assert sum(part["num_trainable"] for part in sections["parts"]["numbers"].values()) > 0
-    return ended[0].err + ended[0].out, sections["memory"]["numbers"]
+    return said, sections["memory"]["numbers"]
 
 
-def check(path: Path, options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def check(path: Path, options: list[str]) -> None:
     Path("mine.py").write_text(MINE)
     config = [f"--config={path}", "--data=mine.Largest", "--data.max_seconds=2"]
     config += ["--data.train=formants", "--data.tokenizer=bytes", "--data.batch_size=4", "--trainer.accelerator=cpu"]
-    _, memory = fit(*config, *options, patch=monkeypatch)
+    _, memory = fit_speech(*config, *options)
     real = memory["step"]
     assert memory["predicted"]["peak_bytes"] == pytest.approx(real["peak_bytes"], rel=0.01)
-    plan(*config, *options, "--devices=2", "--exact=true", "--out=planned", "--gpu=RTX 4090")
-    found = json.loads(Path("planned/plan.json").read_text())
-    planned, time = found["memory"], found["time"]
+    found = plan(*config, *options, "--devices=2", "--exact=true", "--gpu=RTX 4090")
+    time = found["time"]
     assert time["step_s"] > time["compute_s"] > 0
     assert found["flops"]["hardware"] > 0
     assert found["closed_form_peak_bytes"] == pytest.approx(real["peak_bytes"], rel=0.01)
-    assert planned["peak_bytes"] == pytest.approx(real["peak_bytes"], rel=0.01)
-    for kind in ("parameters", "optimizer_state", "gradients", "gathered"):
-        assert planned["largest_bytes_by_kind"][kind] == real["largest_bytes_by_kind"][kind], kind
+    check_held(found["memory"], real)
