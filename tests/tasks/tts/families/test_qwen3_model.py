@@ -18,7 +18,7 @@ from lit_fsdp.tasks.tts.families.qwen3_layout import collate_prompts, collate_tr
 from lit_fsdp.tasks.tts.families.qwen3_model import Qwen3TTS, generate_qwen3
 from lit_fsdp.tasks.tts.families.qwen3_runs import ModuleRun, StepRun
 from lit_fsdp.tasks.tts.families.speaker_encoder import compute_mels
-from lit_fsdp.tasks.tts.generation import GREEDY, Chooser, Sampling, SamplingValues
+from lit_fsdp.tasks.tts.generation import GREEDY, Sampling, SamplingValues
 from lit_fsdp.tasks.tts.parts import count_parts
 from lit_fsdp.tasks.tts.utterance import Batch, Utterance
 
@@ -75,13 +75,6 @@ def test_losses_logits_and_gradients_are_those_of_the_official_modules(model: Qw
     for name, grad in wanted.items():
         own = found[name].flatten()[:: max(1, found[name].numel() // 16)][:16]
         torch.testing.assert_close(own, grad, atol=2e-5, rtol=1e-3, msg=name)
-
-
-def test_the_loss_does_not_depend_on_what_shares_a_batch(model: Qwen3TTS) -> None:
-    both = model(make_batch(model))
-    alone = [model(collate_training([u], model.config)) for u in make_utterances()]
-    torch.testing.assert_close(both.talker_loss, alone[0].talker_loss + alone[1].talker_loss, **NEAR)
-    torch.testing.assert_close(both.predictor_loss, alone[0].predictor_loss + alone[1].predictor_loss, **NEAR)
 
 
 def test_what_only_fills_a_batch_up_counts_nothing(model: Qwen3TTS) -> None:
@@ -246,46 +239,6 @@ def test_a_model_that_is_greedy_by_itself_can_be_asked_to_draw() -> None:
     assert Sampling(do_sample=True).complete(own).do_sample
     with pytest.raises(ValueError, match=r"sampling.top_p: not used, as do_sample is false in the model"):
         Sampling(top_p=0.5).complete(own)
-
-
-def record_inputs(model: Qwen3TTS, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Return a list that fills with what the talker's transformer is fed: [batch, positions, size] of each call."""
-    fed: list[Tensor] = []
-    run = model.talker.run
-
-    def keep(inputs: Tensor, *args: Any, **options: Any) -> Any:
-        fed.append(inputs.detach())
-        return run(inputs, *args, **options)
-
-    monkeypatch.setattr(model.talker, "run", keep)
-    return fed
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("is_streaming", [False, True])
-@pytest.mark.parametrize("num_text", [2, 9, 30])  # shorter than the speech of 13 frames, and longer
-def test_training_feeds_position_by_position_what_generation_feeds(
-    model: Qwen3TTS, monkeypatch: pytest.MonkeyPatch, is_streaming: bool, num_text: int
-) -> None:
-    utterance = make_utterances()[0]
-    text = [*utterance.text_ids[:3], *range(10, 10 + num_text)]
-    utterance = Utterance(**{**vars(utterance), "text_ids": text})
-    assert utterance.codes is not None
-    frames = torch.from_numpy(utterance.codes)
-    config, fed = model.config, record_inputs(model, monkeypatch)
-    model(collate_training([utterance], config, is_streaming=is_streaming))
-    (trained,) = (inputs[0] for inputs in fed)
-    fed.clear()
-    spoken = iter([*frames.flatten(), torch.tensor(config.ids.eos)])
-    for name in ("pick_first", "pick_other"):
-        monkeypatch.setattr(Chooser, name, lambda *_: next(spoken).view(1))
-    prompt = collate_prompts([Utterance(**{**vars(utterance), "codes": None})], config, is_streaming=is_streaming)
-    (speech,) = generate_qwen3(model, prompt, SamplingValues())
-    assert torch.equal(speech.codes, frames)
-    generated = torch.cat([inputs[0] for inputs in fed])
-    # In training the end is read too, and nothing comes after it.
-    assert len(trained) == len(generated) + 1
-    torch.testing.assert_close(trained[:-1], generated, **NEAR)
 
 
 @pytest.mark.full

@@ -104,13 +104,21 @@ def test_templates_are_the_official_ones() -> None:
 
 @pytest.mark.full(after=1)
 @pytest.mark.parametrize("is_streaming", [False, True])
-@pytest.mark.parametrize("row", [0, 1])  # with text left over beside the frames to go on from, and frames beside text
+@pytest.mark.parametrize(
+    ("row", "num_text"),
+    [
+        *((0, None), (1, None)),  # with text left over beside the frames to go on from, and frames beside text
+        *((0, 2), (0, 9), (0, 30)),  # shorter than the speech of 13 frames, and longer
+    ],
+)
 def test_training_feeds_position_by_position_what_generation_feeds(
-    monkeypatch: pytest.MonkeyPatch, is_streaming: bool, row: int
+    monkeypatch: pytest.MonkeyPatch, is_streaming: bool, row: int, num_text: int | None
 ) -> None:
     model = build()
     codes = make_samples()[row][1]
     prompt = replace(make_clones()[row], instruct_ids=make_instruction())
+    if num_text is not None:
+        prompt = Utterance(text_ids=[*prompt.text_ids[:3], *range(10, 10 + num_text)], speaker=prompt.speaker)
     batch = collate_training([replace(prompt, codes=codes.numpy())], model.config, is_streaming=is_streaming)
     with record_talker(model.talker) as trained:
         output = model(batch)
