@@ -12,7 +12,6 @@ from peft import get_peft_model
 from torch import Tensor, nn
 from training import (
     NUM_STEPS,
-    OPTIMIZER,
     Recorder,
     Result,
     Rows,
@@ -21,6 +20,7 @@ from training import (
     collate,
     gather_weights,
     make_rows,
+    train_stock,
 )
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -118,23 +118,8 @@ def train_plainly(folder: Path, start: dict[str, Tensor], quantization: Quantiza
                 if "magnitude" in name:  # of DoRA: not drawn, so both must have found the same
                     assert float((parameter - first).abs().max()) <= TOLERANCE
                 parameter.copy_(first)
-    trained = [p for p in names.values() if p.requires_grad]
-    matrices, vectors = ([p for p in trained if (p.ndim >= 2) == is_matrix] for is_matrix in (True, False))
-    groups = [{"params": matrices, "weight_decay": OPTIMIZER.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=OPTIMIZER.resolve_rate(), eps=OPTIMIZER.eps)
     rows = make_rows(67, NUM_STEPS * BATCH)
-    result = Result()
-    for step in range(NUM_STEPS):
-        loss = model(**collate(rows[step * BATCH : (step + 1) * BATCH])).loss
-        optimizer.zero_grad()
-        loss.backward()
-        result.grad_norms.append(float(torch.nn.utils.clip_grad_norm_(trained, 1.0)))
-        optimizer.step()
-        result.losses.append(float(loss.detach()))
-    result.weights = {
-        name.replace("modules_to_save.default.", ""): p.detach() for name, p in names.items() if p.requires_grad
-    }
-    return result
+    return train_stock(model, lambda step: model(**collate(rows[step * BATCH : (step + 1) * BATCH])).loss)
 
 
 def compare(result: Result, truth: Result) -> dict[str, float]:

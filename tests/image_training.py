@@ -14,7 +14,7 @@ import torch.distributed as dist
 from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from training import GLOBAL_BATCH, NUM_STEPS, OPTIMIZER, Recorder, Result, build_trainer, gather_weights
+from training import GLOBAL_BATCH, NUM_STEPS, OPTIMIZER, Recorder, Result, build_trainer, gather_weights, train_stock
 from transformers import AutoConfig, AutoModelForImageClassification
 
 from lit_fsdp import FSDP2Strategy
@@ -112,20 +112,15 @@ def train_plainly(folder: Path, *, num_parts: int = 1, watch: Callable[[nn.Modul
         watch: Called with the model before the first step and after each.
     """
     model = AutoModelForImageClassification.from_pretrained(folder, dtype=torch.float32).train()
-    parts = [[p for p in model.parameters() if (p.ndim >= 2) is is_decayed] for is_decayed in (True, False)]
-    groups = [{"params": part, "weight_decay": OPTIMIZER.weight_decay * (1 - i)} for i, part in enumerate(parts)]
-    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.resolve_rate(), eps=OPTIMIZER.eps)
-    rows, result = make_images(), Result()
-    seen = watch or (lambda _: None)
-    seen(model)
-    for step in range(NUM_STEPS):
-        batch = collate(rows[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH])
-        optimizer.zero_grad()
-        loss = _add_gradients(model, batch, num_parts)
-        result.grad_norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
-        optimizer.step()
-        result.losses.append(loss)
+    rows, seen = make_images(), watch or (lambda _: None)
+
+    def compute_loss(step: int) -> Tensor:
         seen(model)
+        batch = collate(rows[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH])
+        return torch.tensor(_add_gradients(model, batch, num_parts), dtype=torch.float64)
+
+    result = train_stock(model, compute_loss)
+    seen(model)
     state = model.state_dict()
     result.weights = {name: value.detach() for name, value in state.items() if value.is_floating_point()}
     return result

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from speech_golden import CONFIG, draw
-from training import OPTIMIZER, Environment, Result
+from training import OPTIMIZER, Environment, Result, train_stock
 
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.tasks import LRSchedule, SpeechData, TextToSpeech
@@ -73,19 +73,8 @@ def make_rows(
 
 def train_model(model: Any, batches: list[Batch], loss_weights: tuple[float, float]) -> Result:
     """Train on one device without Lightning, FSDP or our task, with one forward for the whole step."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": OPTIMIZER.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizer, result = torch.optim.AdamW(groups, lr=OPTIMIZER.resolve_rate(), eps=OPTIMIZER.eps), Result()
-    for batch in batches:
-        loss = compute_loss(model, batch, loss_weights)
-        optimizer.zero_grad()
-        loss.backward()
-        result.grad_norms.append(float(torch.nn.utils.clip_grad_norm_(trained, 1.0)))
-        optimizer.step()
-        result.losses.append(float(loss.detach()))
+    losses = (compute_loss(model, batch, loss_weights) for batch in batches)
+    result = train_stock(model, lambda _: next(losses), num_steps=len(batches))
     result.weights = {name: p.detach() for name, p in model.named_parameters()}
     return result
 

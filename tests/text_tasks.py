@@ -7,8 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor, nn
-from training import NUM_STEPS, OPTIMIZER, Recorder, Result, build_trainer, gather_weights
+from training import OPTIMIZER, Recorder, Result, build_trainer, gather_weights
 
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.tasks import LRSchedule, TextTask, TrainTokenizer
@@ -93,23 +92,3 @@ def train(
     run_ranks(_fit, out, build, source, options, world_size=world_size)
     result, metrics = torch.load(out / "result.pt")
     return Result(**result), metrics
-
-
-def train_plainly(model: nn.Module, compute_loss: Callable[[int], Tensor]) -> Result:
-    """Train on one device without Lightning, FSDP or our task, on the loss of each step."""
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for _, p in trained if (p.ndim >= 2) is is_decayed], "weight_decay": decay}
-        for is_decayed, decay in ((True, OPTIMIZER.weight_decay), (False, 0.0))
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.learning_rate, eps=OPTIMIZER.eps)
-    result = Result()
-    for step in range(NUM_STEPS):
-        optimizer.zero_grad()
-        loss = compute_loss(step)
-        loss.backward()
-        result.losses.append(float(loss.detach()))
-        result.grad_norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
-        optimizer.step()
-    result.weights = {name: p.detach() for name, p in trained}
-    return result

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from differences import find_largest
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -135,31 +135,50 @@ def save_model(folder: Path, **config: Any) -> Path:
     return folder
 
 
-def train_plainly(folder: Path, clip_norm: float | None = 1.0, clip_value: float | None = None) -> Result:
-    """Train on one device without Lightning, FSDP or our task: the truth all runs are compared with."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    decayed = [p for p in model.parameters() if p.ndim >= 2]
-    others = [p for p in model.parameters() if p.ndim < 2]
-    groups = [
-        {"params": decayed, "weight_decay": OPTIMIZER.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.resolve_rate(), eps=OPTIMIZER.eps)
-    rows = make_rows(model.config.vocab_size)
+def train_stock(
+    model: nn.Module,
+    compute_loss: Callable[[int], Tensor],
+    *,
+    num_steps: int = NUM_STEPS,
+    clip_norm: float | None = 1.0,
+    clip_value: float | None = None,
+) -> Result:
+    """Train on one device without Lightning, FSDP or our task: the truth all runs are compared with.
+
+    Args:
+        model: Of which all is trained that is not frozen.
+        compute_loss: Returns the loss of a step, by its number; without a graph if it has run backward itself.
+        num_steps: How many steps.
+        clip_norm: Largest norm of the gradients.
+        clip_value: Largest value of a gradient.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    matrices, vectors = ([p for p in trained.values() if (p.ndim >= 2) is is_matrix] for is_matrix in (True, False))
+    groups = [{"params": matrices, "weight_decay": OPTIMIZER.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=OPTIMIZER.resolve_rate(), eps=OPTIMIZER.eps)
     result = Result()
-    for step in range(NUM_STEPS):
-        batch = collate(rows[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH])
-        loss = model(**batch).loss
+    for step in range(num_steps):
         optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm or float("inf"))
-        if clip_value is not None:
-            torch.nn.utils.clip_grad_value_(model.parameters(), clip_value)
-        optimizer.step()
+        loss = compute_loss(step)
+        if loss.requires_grad:
+            loss.backward()
         result.losses.append(float(loss.detach()))
-        result.grad_norms.append(float(norm))
-    result.weights = {name: p.detach() for name, p in model.named_parameters()}
+        result.grad_norms.append(float(nn.utils.clip_grad_norm_(trained.values(), clip_norm or float("inf"))))
+        if clip_value is not None:
+            nn.utils.clip_grad_value_(trained.values(), clip_value)
+        optimizer.step()
+    # Under the names that they have without peft.
+    names = {name: name.removeprefix("base_model.model.").replace("modules_to_save.default.", "") for name in trained}
+    result.weights = {names[name]: p.detach() for name, p in trained.items()}
     return result
+
+
+def train_plainly(folder: Path, **clipping: Any) -> Result:
+    """Train a saved model with ``train_stock``."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    rows = make_rows(model.config.vocab_size)
+    steps = [rows[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH] for step in range(NUM_STEPS)]
+    return train_stock(model, lambda step: model(**collate(steps[step])).loss, **clipping)
 
 
 def build_trainer(strategy: Any, *, callbacks: list[Any] | None = None, **options: Any) -> pl.Trainer:

@@ -13,7 +13,6 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from torch import nn
 from training import (
     EVEN,
-    OPTIMIZER,
     Recorder,
     Result,
     Rows,
@@ -25,6 +24,7 @@ from training import (
     make_rows,
     save_model,
     train_plainly,
+    train_stock,
 )
 from transformers import AutoModelForCausalLM, get_scheduler
 
@@ -96,20 +96,11 @@ def test_a_last_step_of_fewer_micro_batches_is_a_mean_over_what_it_has(tmp_path:
     assert len(losses) == 2  # of two micro-batches, then of one
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=OPTIMIZER.resolve_rate(), eps=OPTIMIZER.eps, weight_decay=0.1)
-    for group in optimizer.param_groups:
-        group["params"] = [p for p in group["params"] if p.ndim >= 2]
-    norm_weights = [p for p in model.parameters() if p.ndim < 2]
-    optimizer.add_param_group({"params": norm_weights, "weight_decay": 0.0})
     rows = make_rows(64, 24)
-    for step, part in enumerate((rows[:16], rows[16:])):
-        loss = model(**collate(part)).loss
-        optimizer.zero_grad()
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        assert losses[step] == pytest.approx(float(loss.detach()), abs=TOLERANCE)
-        assert norms[step] == pytest.approx(float(norm), abs=TOLERANCE)
+    parts = [collate(rows[:16]), collate(rows[16:])]
+    truth = train_stock(model, lambda step: model(**parts[step]).loss, num_steps=2)
+    assert losses == pytest.approx(truth.losses, abs=TOLERANCE)
+    assert norms == pytest.approx(truth.grad_norms, abs=TOLERANCE)
 
 
 def train_in(folder: Path, out: Path, options: dict[str, Any], mixed_precision: MixedPrecision | None) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from text_tasks import BERT, DEBERTA, MODERNBERT, SAVED, save_tokenizer, train, train_plainly, write_rows
+from text_tasks import BERT, DEBERTA, MODERNBERT, SAVED, save_tokenizer, train, write_rows
 from torch.profiler import ProfilerActivity, profile
-from training import GLOBAL_BATCH, NUM_STEPS, list_differences
+from training import GLOBAL_BATCH, NUM_STEPS, list_differences, train_stock
 from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer, DataCollatorForLanguageModeling
 
 from lit_fsdp.export.model import export_model
@@ -61,7 +61,7 @@ def test_two_ranks_train_as_transformers_does_resume_and_export(config: dict[str
     def build() -> tuple[MaskedLM, TextData]:
         return MaskedLM(pretrained=start, mlm_probability=0.3, seed=5), make_data(tmp_path)
 
-    truth = train_plainly(model, compute_loss)
+    truth = train_stock(model, compute_loss)
     result, _ = train(tmp_path / "out", build)
     differences = list_differences(result, truth)
     assert max(differences.values()) <= 1e-6, differences

@@ -18,7 +18,7 @@ from peft import inject_adapter_in_model
 from safetensors.torch import load_file, save_file
 from speech_families import CSM, DEPTH, DIA, build_model
 from speech_families import make_rows as make_plain_rows
-from speech_training import GLOBAL_BATCH, NUM_STEPS, build_trainer, make_config
+from speech_training import GLOBAL_BATCH, NUM_STEPS, build_trainer, make_config, train_model
 from speech_training import make_rows as make_rows_with_voices
 from torch import Tensor, nn
 from training import OPTIMIZER, Recorder, Result, gather_weights
@@ -152,25 +152,15 @@ def train_plainly(root: Path, name: str, start: dict[str, Tensor], quantized: se
     with torch.no_grad():
         for n, parameter in trained.items():
             parameter.copy_(start[n])
-    optimizer = torch.optim.AdamW(
-        trained.values(), lr=OPTIMIZER.resolve_rate(), eps=OPTIMIZER.eps, weight_decay=OPTIMIZER.weight_decay
-    )
-    tokenizer, result, (own, other) = build_byte_tokenizer(), Result(), family.get_loss_weights(config)
-    rows = make_rows(name)
+    tokenizer, rows = build_byte_tokenizer(), make_rows(name)
     voices: Any = [row.speaker_embedding if name == "qwen3" else VOICES[name].get(row.speaker) for row in rows]
     clips = [
         Utterance(text_ids=family.encode_text(tokenizer, row.text, config, voice), codes=row.codes, speaker=voice)
         for row, voice in zip(rows, voices, strict=True)
     ]
-    for step in range(NUM_STEPS):
-        output = model(family.collate(clips[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH], config))
-        loss = own * output.talker_loss / output.num_tokens + other * output.predictor_loss / output.num_frames
-        optimizer.zero_grad()
-        loss.backward()
-        result.grad_norms.append(float(torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)))
-        optimizer.step()
-        result.losses.append(float(loss.detach()))
-    result.weights = {n: p.detach() for n, p in trained.items()}
+    steps = [clips[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH] for step in range(NUM_STEPS)]
+    result = train_model(model, [family.collate(step, config) for step in steps], family.get_loss_weights(config))
+    result.weights = {n: result.weights[n] for n in trained}
     return result
 
 
