@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from adapter_training import SIZES
 from differences import find_largest
 from models import to_full
 from torch import Tensor
@@ -23,15 +24,6 @@ from lit_fsdp.checkpoint.latest import find_last_checkpoint
 from lit_fsdp.quantization.quantize import Quantization
 from ranks import RankError, run_ranks
 
-# Rows of 64 and 192 weights make blocks; 67 and 192 rows on 3 ranks make uneven shards.
-SIZES = {
-    "vocab_size": 67,
-    "hidden_size": 64,
-    "intermediate_size": 192,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-}
 BATCH, SAVED_AT = 12, 4
 PLAIN = LoRA(r=4, alpha=8, modules_to_save=["lm_head", "norm"])
 DROPOUT = replace(PLAIN, dropout=0.1)
