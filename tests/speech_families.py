@@ -8,8 +8,7 @@ import speech_training as training
 import torch
 import torch.distributed as dist
 from speech_training import GLOBAL_BATCH, NUM_STEPS, build_trainer
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from training import OPTIMIZER, Recorder, Result
+from training import OPTIMIZER, Recorder, Result, fit_and_write
 
 from lit_fsdp.callbacks import WritePredictions
 from lit_fsdp.tasks import LRSchedule, SpeechData, TextToSpeech
@@ -122,16 +121,9 @@ def build_data(folder: Path, **options: Any) -> SpeechData:
 
 def fit(raw: dict[str, Any], folder: Path, out: Path, accumulate: int, options: dict[str, Any], **of_data: Any) -> None:
     pl.seed_everything(0, verbose=False)
-    recorder = Recorder()
-    trainer = build_trainer(callbacks=[recorder], accumulate_grad_batches=accumulate)
-    task = build_task(raw, **options)
-    batch_size = GLOBAL_BATCH // dist.get_world_size() // accumulate
-    trainer.fit(task, build_data(folder, batch_size=batch_size, **of_data))
-    trainer.save_checkpoint(out / "run.ckpt")
-    state = get_model_state_dict(task, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    recorder.result.weights = {name.removeprefix("model."): value for name, value in state.items()}
-    if trainer.is_global_zero:
-        torch.save(vars(recorder.result), out / "result.pt")
+    trainer = build_trainer(callbacks=[Recorder()], accumulate_grad_batches=accumulate)
+    data = build_data(folder, batch_size=GLOBAL_BATCH // dist.get_world_size() // accumulate, **of_data)
+    fit_and_write(trainer, build_task(raw, **options), data, out / "result.pt", save=out / "run.ckpt")
 
 
 def speak_unequally(raw: dict[str, Any], folder: Path, out: Path, find_heads: Any, end: int) -> None:

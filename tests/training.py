@@ -212,6 +212,31 @@ def gather_weights(task: CausalLM) -> dict[str, Tensor]:
     return {name.removeprefix("model."): value for name, value in state.items()}
 
 
+def fit_and_write(
+    trainer: pl.Trainer,
+    task: Any,
+    data: Any,
+    out: Path | None,
+    *,
+    save: Path | None = None,
+    load: Path | None = None,
+    first_step: int = 4,
+) -> None:
+    """Train on this rank, and save the checkpoint that is asked for; rank 0 writes the result to ``out``.
+
+    Of a run that goes on from a checkpoint, losses and norms of the steps before ``first_step`` are 0.
+    """
+    recorder = next(callback for callback in trainer.callbacks if isinstance(callback, Recorder))
+    if load is not None:
+        recorder.result = Result(losses=[0.0] * first_step, grad_norms=[0.0] * first_step)
+    trainer.fit(task, data, ckpt_path=load)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    recorder.result.weights = gather_weights(task)
+    if out is not None and trainer.is_global_zero:
+        torch.save(vars(recorder.result), out)
+
+
 def fit(folder: Path, out: Path, strategy: dict[str, Any], options: dict[str, Any]) -> None:
     """Train on this rank; rank 0 writes the result to ``out``."""
     options = dict(options)
@@ -221,15 +246,11 @@ def fit(folder: Path, out: Path, strategy: dict[str, Any], options: dict[str, An
     mesh = strategy.get("mesh", Mesh())
     num_ranks = dist.get_world_size() // (mesh.sequence * mesh.tensor)  # with rows of their own
     batch_size = GLOBAL_BATCH // num_ranks // accumulate
-    recorder = Recorder()
-    callbacks = [recorder, *options.pop("callbacks", [])]
+    callbacks = [Recorder(), *options.pop("callbacks", [])]
     trainer = build_trainer(FSDP2Strategy(print_plan=False, **strategy), callbacks=callbacks, **options)
-    task = build_task(folder, **task_options)
     vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
-    trainer.fit(task, Rows(vocab_size, batch_size, share=share), ckpt_path=source)
-    recorder.result.weights = gather_weights(task)
-    if trainer.is_global_zero:
-        torch.save(vars(recorder.result), out)
+    data = Rows(vocab_size, batch_size, share=share)
+    fit_and_write(trainer, build_task(folder, **task_options), data, out, load=source, first_step=0)
 
 
 def train_sharded(folder: Path, tmp_path: Path, *, world_size: int, strategy: dict[str, Any], **options: Any) -> Result:

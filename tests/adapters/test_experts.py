@@ -15,7 +15,7 @@ from models import LANGUAGE_MODELS, build_language_model, compute_loss, dequanti
 from peft import get_peft_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from training import NUM_STEPS, Recorder, Result, Rows, build_task, build_trainer, gather_weights
+from training import NUM_STEPS, Recorder, Result, Rows, build_task, build_trainer, fit_and_write
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lit_fsdp import FSDP2Strategy
@@ -211,16 +211,10 @@ def test_runs_train_as_peft_does_on_one_device(family: str, base: str, ranks: in
 
 def fit_from(folder: Path, out: Path, save: Path | None, load: Path | None) -> None:
     """Train 4-bit weights for 8 steps, or from a checkpoint of 4; rank 0 writes losses and weights."""
-    recorder = Recorder()
-    recorder.result.losses = [0.0] * 4 if load is not None else []
-    trainer = build_trainer(FSDP2Strategy(print_plan=False), callbacks=[recorder], max_steps=4 if save else 8)
+    trainer = build_trainer(FSDP2Strategy(print_plan=False), callbacks=[Recorder()], max_steps=4 if save else 8)
     task = build_task(folder, lora=LORA, quantization=Quantization())
-    trainer.fit(task, Rows(67, BATCH // dist.get_world_size(), num_rows=NUM_STEPS * BATCH), ckpt_path=load)
-    if save is not None:
-        trainer.save_checkpoint(save)
-    recorder.result.weights = gather_weights(task)
-    if trainer.is_global_zero:
-        torch.save(vars(recorder.result), out)
+    data = Rows(67, BATCH // dist.get_world_size(), num_rows=NUM_STEPS * BATCH)
+    fit_and_write(trainer, task, data, out, save=save, load=load)
 
 
 @pytest.mark.full

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from adapter_training import BASES, BATCH, LORA, SIZES, TOLERANCE, Start, compare, train_plainly, train_sharded
+from adapter_training import BASES, BATCH, LORA, SIZES, TOLERANCE, compare, train_plainly, train_sharded
 from torch import Tensor
 from training import (
     NUM_STEPS,
@@ -16,7 +16,7 @@ from training import (
     Rows,
     build_task,
     build_trainer,
-    gather_weights,
+    fit_and_write,
     save_model,
 )
 from transformers import AutoModelForCausalLM
@@ -143,12 +143,7 @@ def fit_validated(folder: Path, out: Path) -> None:
     strategy = FSDP2Strategy(print_plan=False)
     rows = Validated(67, BATCH // dist.get_world_size(), num_rows=NUM_STEPS * BATCH)
     build_trainer(strategy).validate(task, rows, verbose=False)
-    recorder = Recorder()
-    start = Start()
-    build_trainer(FSDP2Strategy(print_plan=False), callbacks=[recorder, start]).fit(task, rows)
-    recorder.result.weights = gather_weights(task)
-    if dist.get_rank() == 0:
-        torch.save(vars(recorder.result), out)
+    fit_and_write(build_trainer(FSDP2Strategy(print_plan=False), callbacks=[Recorder()]), task, rows, out)
 
 
 class Validated(Rows):

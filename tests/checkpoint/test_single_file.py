@@ -10,7 +10,7 @@ from differences import find_largest
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from models import Stack
 from torch.distributed.fsdp import fully_shard
-from training import EVEN, TIED, Recorder, Result, Rows, build_task, build_trainer, gather_weights, save_model
+from training import EVEN, TIED, Recorder, Result, Rows, build_task, build_trainer, fit_and_write, save_model
 from transformers import AutoModelForCausalLM
 
 from lit_fsdp import FSDP2Strategy
@@ -35,17 +35,8 @@ def fsdp2(checkpoint_format: Any = "single_file") -> FSDP2Strategy:
 
 
 def train(make: Make, folder: Path, out: Path, max_steps: int, save: Path | None, load: Path | None) -> None:
-    recorder = Recorder()
-    if load is not None:
-        recorder.result = Result(losses=[0.0] * 4, grad_norms=[0.0] * 4)
-    trainer = build_trainer(make(), callbacks=[recorder], max_steps=max_steps)
-    task = build_task(folder)
-    trainer.fit(task, Rows(64, 8 // trainer.world_size), ckpt_path=load)
-    if save is not None:
-        trainer.save_checkpoint(save)
-    recorder.result.weights = gather_weights(task)
-    if trainer.is_global_zero:
-        torch.save(vars(recorder.result), out)
+    trainer = build_trainer(make(), callbacks=[Recorder()], max_steps=max_steps)
+    fit_and_write(trainer, build_task(folder), Rows(64, 8 // trainer.world_size), out, save=save, load=load)
 
 
 @pytest.mark.full(after=1)

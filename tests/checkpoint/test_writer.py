@@ -26,8 +26,9 @@ from training import (
     Recorder,
     Result,
     Rows,
+    build_task,
     build_trainer,
-    gather_weights,
+    fit_and_write,
     list_differences,
     save_model,
 )
@@ -52,7 +53,7 @@ from lit_fsdp.checkpoint.remote import RemotePath, UnreachableError
 from lit_fsdp.checkpoint.sharded import agree, save_checkpoint
 from lit_fsdp.checkpoint.writer import CheckpointFormat, CheckpointWriter
 from lit_fsdp.sharding.random_state import collect_random_state, reseed, restore_random_state
-from lit_fsdp.tasks import CausalLM, LRSchedule
+from lit_fsdp.tasks import CausalLM
 from ranks import run_ranks
 
 
@@ -70,20 +71,12 @@ def train(
     callbacks: Any = (),
 ) -> None:
     """Train a model with dropout, so that random states matter."""
-    recorder = Recorder()
     strategy = FSDP2Strategy(print_plan=False, async_save=is_async, checkpoint_format=checkpoint_format)
     trainer = build_trainer(
-        strategy, callbacks=[recorder, *callbacks], max_steps=max_steps, enable_checkpointing=bool(callbacks)
+        strategy, callbacks=[Recorder(), *callbacks], max_steps=max_steps, enable_checkpointing=bool(callbacks)
     )
-    task = CausalLM(pretrained=str(folder), optimizer=OPTIMIZER, lr_scheduler=LRSchedule(type="constant"))
-    if load is not None:
-        recorder.result = Result(losses=[0.0] * first_step, grad_norms=[0.0] * first_step)
-    trainer.fit(task, Rows(64, GLOBAL_BATCH // trainer.world_size, num_rows), ckpt_path=load)
-    if save is not None:
-        trainer.save_checkpoint(save)
-    recorder.result.weights = gather_weights(task)
-    if out is not None and trainer.is_global_zero:
-        torch.save(vars(recorder.result), out)
+    data = Rows(64, GLOBAL_BATCH // trainer.world_size, num_rows)
+    fit_and_write(trainer, build_task(folder), data, out, save=save, load=load, first_step=first_step)
 
 
 @pytest.fixture

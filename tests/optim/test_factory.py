@@ -20,7 +20,7 @@ from training import (
     Rows,
     build_trainer,
     collate,
-    gather_weights,
+    fit_and_write,
     list_differences,
     make_rows,
     save_model,
@@ -119,18 +119,11 @@ def truth(folders: dict[str, Path]) -> dict[str, Result]:
 def fit(folder: Path, out: Path, settings: Optimizer, strategy: dict[str, Any], options: dict[str, Any]) -> None:
     """Train on this rank; rank 0 writes the result."""
     path = options.pop("ckpt_path", None)
-    recorder = Recorder()
-    if path is not None:  # the steps before it
-        recorder.result = Result(losses=[0.0] * 4, grad_norms=[0.0] * 4)
-    trainer = build_trainer(FSDP2Strategy(print_plan=False, **strategy), callbacks=[recorder], **options)
+    save = out.with_suffix(".ckpt") if "max_steps" in options else None
+    trainer = build_trainer(FSDP2Strategy(print_plan=False, **strategy), callbacks=[Recorder()], **options)
     task = CausalLM(pretrained=str(folder), optimizer=settings, lr_scheduler=LRSchedule(type="constant"))
     batch_size = GLOBAL_BATCH // dist.get_world_size() // trainer.accumulate_grad_batches
-    trainer.fit(task, Rows(VOCAB_SIZE, batch_size), ckpt_path=path)
-    if trainer.global_step < NUM_STEPS:
-        trainer.save_checkpoint(out.with_suffix(".ckpt"))
-    recorder.result.weights = gather_weights(task)
-    if trainer.is_global_zero:
-        torch.save(vars(recorder.result), out)
+    fit_and_write(trainer, task, Rows(VOCAB_SIZE, batch_size), out, save=save, load=path)
 
 
 def list_limits(folder: Path, name: str, truth: dict[str, Result]) -> dict[str, float]:

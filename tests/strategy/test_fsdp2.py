@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
-from training import EVEN, Recorder, Rows, build_task, build_trainer, gather_weights, save_model
+from training import EVEN, Recorder, Rows, build_task, build_trainer, fit_and_write, save_model
 
 from lit_fsdp import ActivationCheckpointing, CPUOffload, FSDP2Strategy, Mesh, MixedPrecision, Sharding, Wrap
 from lit_fsdp.callbacks import MemoryLogger
@@ -139,20 +139,10 @@ def test_the_precision_of_the_trainer_reaches_the_strategy_and_explicit_dtypes_w
 
 
 def fit(folder: Path, out: Path | None, mesh: Mesh, max_steps: int, save: Path | None, load: Path | None) -> None:
-    recorder = Recorder()
     strategy = FSDP2Strategy(mesh=mesh, print_plan=False)
-    trainer = build_trainer(strategy, callbacks=[recorder], max_steps=max_steps)
-    task = build_task(folder)
+    trainer = build_trainer(strategy, callbacks=[Recorder()], max_steps=max_steps)
     data = Rows(64, 12 // trainer.world_size, num_rows=8 * 12)
-    if load is not None:  # losses of the steps before are not this run's
-        recorder.result.losses = [0.0] * 4
-        recorder.result.grad_norms = [0.0] * 4
-    trainer.fit(task, data, ckpt_path=load)
-    if save is not None:
-        trainer.save_checkpoint(save)
-    recorder.result.weights = gather_weights(task)
-    if out is not None and trainer.is_global_zero:
-        torch.save(vars(recorder.result), out)
+    fit_and_write(trainer, build_task(folder), data, out, save=save, load=load)
 
 
 @pytest.mark.full

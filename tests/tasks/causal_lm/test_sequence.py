@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from models import build_language_model
 from torch import Tensor
 from torch.utils.data import DataLoader
-from training import Recorder, Result, build_task, build_trainer, collate, gather_weights, list_differences
+from training import Recorder, Result, build_task, build_trainer, collate, fit_and_write, list_differences
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lit_fsdp import ActivationCheckpointing, Compile, FSDP2Strategy, Mesh, Sharding, Wrap
@@ -68,21 +68,19 @@ def fit_rows(folder: Path, out: Path, case: dict[str, Any], mesh: Mesh) -> None:
     """Train on this rank; rank 0 writes what came of it."""
     pl.seed_everything(0)
     strategy = FSDP2Strategy(mesh=mesh, print_plan=False, **case.get("strategy", {}))
-    recorder, callbacks = Recorder(), []
+    callbacks: list[Any] = [Recorder()]
     if (saves := case.get("save")) is not None:
-        callbacks = [ModelCheckpoint(saves, filename="{step}", every_n_train_steps=1, save_top_k=-1)]
+        callbacks.append(ModelCheckpoint(saves, filename="{step}", every_n_train_steps=1, save_top_k=-1))
     trainer = build_trainer(
         strategy,
-        callbacks=[recorder, *callbacks],
+        callbacks=callbacks,
         max_steps=case.get("max_steps", NUM_STEPS),
-        enable_checkpointing=bool(callbacks),
+        enable_checkpointing=saves is not None,
     )
     task = build_task(folder, **case.get("task", {}))
     num_data_ranks = dist.get_world_size() // mesh.sequence
-    trainer.fit(task, Rows(case["kind"], GLOBAL_BATCH // num_data_ranks), ckpt_path=case.get("from"))
-    recorder.result.weights = gather_weights(task)
-    if trainer.is_global_zero:
-        torch.save(vars(recorder.result), out)
+    data = Rows(case["kind"], GLOBAL_BATCH // num_data_ranks)
+    fit_and_write(trainer, task, data, out, load=case.get("from"), first_step=0)
 
 
 def train(tmp_path: Path, case: dict[str, Any], mesh: Mesh, world_size: int) -> Result:
