@@ -50,9 +50,9 @@ from lit_fsdp.tasks.sequence_classification.rows import (
 from lit_fsdp.tasks.shares import Share
 from lit_fsdp.tasks.text.batches import Batch, PadRows, find_places, keep_exact
 from lit_fsdp.tasks.text.messages import RowError
-from lit_fsdp.tasks.text.mixture import DataSource, list_group_parts
+from lit_fsdp.tasks.text.mixture import DataSource, check_sources, list_group_parts
 from lit_fsdp.tasks.text.preview import Piece, Preview
-from lit_fsdp.tasks.text.sources import Part, Source, check_source, read_parts
+from lit_fsdp.tasks.text.sources import Part, Source, read_parts
 from lit_fsdp.tasks.text.tokenizer import (
     TrainTokenizer,
     get_pad_id,
@@ -201,16 +201,8 @@ class LabeledTextData(TaskData):
 
     def check_stage(self, stage: str) -> None:
         """Refuse what is not set or not there for a command of Trainer, before the processes of a run are started."""
-        needed = {"fit": "train", "validate": "validation"}.get(stage, stage)
-        for split in SPLITS_OF_STAGE.get(stage, ()):  # plans need no data
-            source = self.sources[split][0]
-            if source is None and split == needed and not (split == "validation" and self.holds_out):
-                raise self.describe_missing(split)
-            if source is not None:
-                try:
-                    check_source(source)
-                except ValueError as error:
-                    raise ValueError(f"{split}: {error}") from error
+        if type(self).setup is LabeledTextData.setup:  # else it may get its rows from elsewhere
+            check_sources(self, stage)
 
     def setup(self, stage: str | None = None) -> None:
         """Load or train the tokenizer and make tokens and labels, unless the cache has them.

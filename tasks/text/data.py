@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_warn
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
@@ -39,6 +38,7 @@ from lit_fsdp.tasks.text.mixture import (
     JoinedTokens,
     SourceCount,
     Sources,
+    check_sources,
     count_sources,
     list_group_parts,
     list_groups,
@@ -46,7 +46,7 @@ from lit_fsdp.tasks.text.mixture import (
 )
 from lit_fsdp.tasks.text.preview import Preview, make_preview
 from lit_fsdp.tasks.text.rows import Columns, Format, LossOn, RowFormat, list_texts, parse_row
-from lit_fsdp.tasks.text.sources import Part, TxtDocuments, check_source, read_parts
+from lit_fsdp.tasks.text.sources import Part, TxtDocuments, read_parts
 from lit_fsdp.tasks.text.streaming import (
     HeldDocuments,
     RowMaker,
@@ -247,20 +247,8 @@ class TextData(TaskData):
 
     def check_stage(self, stage: str) -> None:
         """Refuse what is not set or not there for a command of Trainer, before the processes of a run are started."""
-        needed = {"fit": "train", "validate": "validation"}.get(stage, stage)
-        if type(self).setup is not TextData.setup:  # it may get its rows from elsewhere
-            return
-        is_made_later = type(self).prepare_data is not LightningDataModule.prepare_data
-        for split in SPLITS_OF_STAGE.get(stage, ()):  # plans need no data
-            source = self.sources[split][0]
-            if source is None and split == needed and not (split == "validation" and self.holds_out):
-                raise self.describe_missing(split)
-            if source is not None and not is_made_later:
-                for place, group in self._list_groups(split):
-                    try:
-                        check_source(group.path)
-                    except ValueError as error:
-                        raise ValueError(f"{place}: {error}") from error
+        if type(self).setup is TextData.setup:  # else it may get its rows from elsewhere
+            check_sources(self, stage)
 
     def setup(self, stage: str | None = None) -> None:
         """Load or train the tokenizer and make the tokens that a stage needs, unless the cache has them."""

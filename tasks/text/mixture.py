@@ -18,12 +18,13 @@ from os import PathLike, fspath
 from typing import Any
 
 import numpy as np
+from lightning.pytorch import LightningDataModule
 from numpy.typing import NDArray
 
 from lit_fsdp.parsing.mappings import read_mappings
-from lit_fsdp.tasks.data import DEFAULT_SPLITS, Split
+from lit_fsdp.tasks.data import DEFAULT_SPLITS, SPLITS_OF_STAGE, Split, TaskData
 from lit_fsdp.tasks.text.rows import Columns, Format
-from lit_fsdp.tasks.text.sources import Part, TxtDocuments, list_parts
+from lit_fsdp.tasks.text.sources import Part, TxtDocuments, check_source, list_parts
 from lit_fsdp.tasks.text.tokens import NUM_NAMED, TokenStore
 
 Ints = NDArray[np.int64]
@@ -77,6 +78,25 @@ def list_groups(split: str, sources: Sources) -> list[tuple[str, DataSource]]:
     ]
     _check_weights(split, [group.weight for group in groups])
     return list(zip(places, groups, strict=True))
+
+
+def check_sources(data: TaskData, stage: str) -> None:
+    """Refuse what is not set or not there for a command of Trainer, where nothing is made by ``prepare_data`` first.
+
+    Raises:
+        ValueError: With the place of the source in the settings.
+    """
+    needed = {"fit": "train", "validate": "validation"}.get(stage, stage)
+    is_made_later = type(data).prepare_data is not LightningDataModule.prepare_data
+    for split in SPLITS_OF_STAGE.get(stage, ()):  # plans need no data
+        sources = data.sources[split][0]
+        if sources is None and split == needed and not (split == "validation" and data.holds_out):
+            raise data.describe_missing(split)
+        for place, group in [] if sources is None or is_made_later else list_groups(split, sources):
+            try:
+                check_source(group.path)
+            except ValueError as error:
+                raise ValueError(f"{place}: {error}") from error
 
 
 def _read_source(place: str, given: object) -> DataSource:

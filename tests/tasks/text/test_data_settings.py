@@ -7,6 +7,7 @@ from launches import write_run
 from lightning.pytorch import Trainer
 
 from lit_fsdp.cli.train import run_trainer
+from lit_fsdp.tasks import LabeledTextData
 from lit_fsdp.tasks.pretrained import read_tokenizer_files
 from lit_fsdp.tasks.text.data import TextData
 from lit_fsdp.tasks.text.sources import TxtDocuments, list_parts
@@ -123,8 +124,9 @@ def test_the_command_line_refuses_a_missing_file_before_the_run_starts(
         run_trainer(["fit", "--config=run.yaml", "--data.train=trian.jsonl"])
 
 
-def test_data_that_prepare_data_will_make_is_not_looked_for(tmp_path: Path, tokenizer: str) -> None:
-    class Downloaded(TextData):
+@pytest.mark.parametrize("kind", [TextData, LabeledTextData])
+def test_data_that_prepare_data_will_make_is_not_looked_for(kind: Any, tmp_path: Path, tokenizer: str) -> None:
+    class Downloaded(kind):
         def prepare_data(self) -> None: ...
 
     Downloaded(train=str(tmp_path / "later.jsonl"), tokenizer=tokenizer).check_stage("fit")
