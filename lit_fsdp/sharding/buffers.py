@@ -69,8 +69,8 @@ def _run_widened(norm: _BatchNorm, forward: Callable[..., Any], *args: Any, **kw
 
 
 def has_statistics_of_ranks(model: nn.Module) -> bool:
-    """Return whether a model has BatchNorm whose statistics are those of each rank's own batch."""
-    norms = (module for module in model.modules() if isinstance(module, _BatchNorm))
+    """Return whether a model, as it is now, has BatchNorm whose statistics are those of each rank's own batch."""
+    norms = (module for module in model.modules() if isinstance(module, _BatchNorm) and module.training)
     return any(norm.track_running_stats and not isinstance(norm, nn.SyncBatchNorm) for norm in norms)
 
 

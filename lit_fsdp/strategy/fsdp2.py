@@ -490,11 +490,6 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         warn_of_lists(module)
         self.barrier()
         if is_fitting:
-            if self.world_size > 1 and has_statistics_of_ranks(module):
-                rank_zero.rank_zero_warn(
-                    "BatchNorm: each rank normalizes by statistics of its own batch; running statistics are averaged "
-                    "before an evaluation and a checkpoint"
-                )
             self._writer.data_ranks = self.data_ranks
             split_generators(self.broadcast(collect_random_state()), self.data_ranks.index)  # see Note [Two streams]
             self._build_optimizers(trainer)
@@ -785,6 +780,11 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
             self._retry_steps(trainer)
         if self.world_size > 1:  # before the first step, and only now, as the loader is there
             compare_in_group(self.global_rank, list_row_facts(trainer))
+            if has_statistics_of_ranks(self._module):
+                rank_zero.rank_zero_warn(
+                    "BatchNorm: each rank normalizes by statistics of its own batch; running statistics are averaged "
+                    "before an evaluation and a checkpoint"
+                )
         if self._saved_settings:  # compared here, as the loader is there
             warn_of_changes(self._saved_settings, collect_run_settings(trainer, self.settings.mixed_precision))
             self._saved_settings = {}

@@ -248,6 +248,12 @@ class ImageClassification(Classifier):
         return super().split_batch({name: batch[name] for name in ("pixel_values", "labels")}, num_parts)
 
     @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        assert self.model is not None
+        rest_frozen(self.model)  # Lightning does not call train() before a fit
+
+    @override
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """Count bad images: here, as ``training_step`` may run again after it ran out of memory."""
         self._skipped.add("train", batch)

@@ -133,6 +133,18 @@ def test_what_is_frozen_computes_as_in_evaluation(tmp_path: Path) -> None:
     assert task.training
 
 
+def test_a_fit_leaves_the_statistics_of_frozen_norms_which_exported_adapters_do_not_hold(tmp_path: Path) -> None:
+    sizes = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
+    model = save_classifier(tmp_path / "model", {"model_type": "resnet", **sizes}, 3)
+    stock = AutoModelForImageClassification.from_pretrained(model).state_dict()
+    for frozen, is_changed in (["backbone"], False), ([], True):
+        task = ImageClassification(pretrained=str(model), head="keep", freeze=frozen)
+        build_for_one(task, make_data(tmp_path), num_steps=1)
+        buffers = [(name, buffer) for name, buffer in task.model.named_buffers() if "running" in name]  # type: ignore[union-attr]
+        assert len(buffers) >= 8
+        assert all(torch.equal(buffer, stock[name]) is not is_changed for name, buffer in buffers)
+
+
 def test_images_of_another_size_get_interpolated_positions(tmp_path: Path) -> None:
     model = save_classifier(tmp_path / "model", VIT, 3)
     data = make_data(tmp_path, processor=Pixels(size=24))
@@ -154,12 +166,14 @@ def test_a_second_run_may_have_images_of_another_size(tmp_path: Path) -> None:
         assert trainer.callback_metrics["val/loss"] > 0
 
 
-def build_for_one(task: ImageClassification, data: ImageData, ckpt_path: str | None = None) -> Any:
-    """Validate in this process, without FSDP."""
+def build_for_one(task: ImageClassification, data: ImageData, ckpt_path: str | None = None, num_steps: int = 0) -> Any:
+    """Train for some steps, if any, and validate, in this process and without FSDP."""
     import lightning.pytorch as pl
 
     options: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
-    trainer = pl.Trainer(accelerator="cpu", devices=1, enable_model_summary=False, **options)
+    trainer = pl.Trainer(accelerator="cpu", devices=1, enable_model_summary=False, max_steps=num_steps, **options)
+    if num_steps:
+        trainer.fit(task, datamodule=data)
     trainer.validate(task, datamodule=data, verbose=False, ckpt_path=ckpt_path)
     return trainer
 
