@@ -173,6 +173,11 @@ def _describe_known(line: str) -> str | None:
             "a path begins with ~, such as that of the cache (LIT_FSDP_CACHE), and no home folder is known for it: set "
             "HOME, or write the whole path"
         )
+    if line.startswith("cannot load MPI library"):  # of mpi4py, seen in 4.1.2; Lightning expects an ImportError
+        return (
+            "mpi4py is installed, which Lightning asks for the ranks of mpirun, and it finds no MPI library: pip "
+            "uninstall mpi4py, or put an MPI library where it looks, such as by LD_LIBRARY_PATH"
+        )
     return None
 
 

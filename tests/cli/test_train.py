@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import lightning.pytorch  # noqa: F401  sets up its loggers, once
 import pytest
 import yaml
+from lightning.fabric.plugins.environments import MPIEnvironment
 
 from lit_fsdp.checkpoint.manifest import compute_crc32
 from lit_fsdp.cli.main import COMMANDS, format_help, main
@@ -543,6 +544,17 @@ def test_processes_of_mpirun_do_not_train_alone_under_other_strategies_either(
     assert "OMPI_COMM_WORLD_SIZE: got 2 in the environment" in capsys.readouterr().err
     main(["plan", "--config=run.yaml", "--trainer.strategy=fsdp2"])  # starts nothing
     assert "error: data: not set: a plan needs one" in capsys.readouterr().err
+
+
+def test_an_mpi4py_without_an_mpi_library_is_named_with_a_way_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = RuntimeError("cannot load MPI library\nlibmpi.so: cannot open shared object file")  # of mpi4py 4.1.2
+    monkeypatch.setattr(MPIEnvironment, "detect", staticmethod(Mock(side_effect=missing)))
+    assert main(["fit", "--config=run.yaml"]) == 2
+    (line,) = errors_in(capsys.readouterr().err)
+    assert line.startswith("error: trainer: mpi4py is installed, ")
+    assert "finds no MPI library: pip uninstall mpi4py, or " in line
 
 
 @pytest.mark.full
