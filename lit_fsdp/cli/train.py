@@ -56,6 +56,7 @@ from lit_fsdp.sharding.settings import PRESETS
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy  # registers `strategy: fsdp2`
 from lit_fsdp.strategy.launcher import describe_failed, end_for_lost, stop_children
 from lit_fsdp.strategy.lightning_internals import list_waiting_monitors
+from lit_fsdp.strategy.lightning_strategies import refuse_deepspeed_on_cpu
 from lit_fsdp.strategy.processes import (
     choose_processes,
     count_devices,
@@ -454,6 +455,7 @@ class TrainerCLI(LightningCLI):
 
     def start(self, subcommand: str) -> None:
         """Start the command, with all that is built and checked."""
+        refuse_deepspeed_on_cpu(self.trainer.strategy)
         with outlive_lost_output() if subcommand == "fit" else nullcontext():
             super()._run_subcommand(subcommand)
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
@@ -67,6 +68,20 @@ def check_lightning_strategy(trainer: pl.Trainer, *, optimizer: str, is_quantize
             f"accumulate_grad_batches: got {given}{why} under {name}, which keeps gradients to itself, so that they "
             "cannot be divided by the targets of all micro-batches: set 1 and a larger data.batch_size, or "
             "trainer.strategy: fsdp2"
+        )
+
+
+def refuse_deepspeed_on_cpu(strategy: Strategy) -> None:
+    """Refuse a CPU run of DeepSpeed, which Lightning refuses once ranks have started.
+
+    Raises:
+        ValueError: With the nearest strategy.
+    """
+    # A subclass may allow it, as that of `bench strategies` does.
+    if type(strategy) is DeepSpeedStrategy and not isinstance(strategy.accelerator, CUDAAccelerator):
+        raise ValueError(
+            "strategy: DeepSpeedStrategy trains on CUDA GPUs only, and this run has none: set trainer.strategy: fsdp2; "
+            "bench strategies compares DeepSpeed on CPUs too"
         )
 
 

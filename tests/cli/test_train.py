@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import lightning.pytorch  # noqa: F401  sets up its loggers, once
@@ -555,6 +556,18 @@ def test_an_mpi4py_without_an_mpi_library_is_named_with_a_way_out(
     (line,) = errors_in(capsys.readouterr().err)
     assert line.startswith("error: trainer: mpi4py is installed, ")
     assert "finds no MPI library: pip uninstall mpi4py, or " in line
+
+
+def test_deepspeed_is_refused_on_a_cpu_before_ranks_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("_DEEPSPEED_AVAILABLE", "_DEEPSPEED_GREATER_EQUAL_0_16"):
+        monkeypatch.setattr(f"lightning.pytorch.strategies.deepspeed.{name}", True)
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(__version__="0.19.8", utils=Mock()))
+    options = ("--trainer.strategy=deepspeed_stage_2", "--trainer.devices=2")
+    assert main(["fit", "--config=run.yaml", *options]) == 2
+    line = "error: trainer.strategy: DeepSpeedStrategy trains on CUDA GPUs only, "
+    assert errors_in(capsys.readouterr().err)[0].startswith(line)
 
 
 @pytest.mark.full
