@@ -299,19 +299,22 @@ class PreferenceTuning(CausalLM):
             "lora": lora,
             **({} if adapters is None else {"adapters": adapters.compute_fingerprint()}),
             "precision": str(self.trainer.precision),
-            **self._list_other_dtypes(),
+            **self._list_other_rounding(),
         }
 
-    def _list_other_dtypes(self) -> dict[str, Any]:
-        """Return in what the model computes, where ``FSDP2Strategy`` does not leave that to the Trainer's precision."""
+    def _list_other_rounding(self) -> dict[str, Any]:
+        """Return how the model computes, where ``FSDP2Strategy`` does not leave that to the Trainer's precision."""
         strategy = self.trainer.strategy
         if not isinstance(strategy, FSDP2Strategy):
             return {}
         own, usual = strategy.precision_plugin.mixed_precision, read_precision(str(self.trainer.precision))
         dtypes, of_precision = ((one.storage_dtype, one.param_dtype) for one in (own, usual))
-        found = {} if dtypes == of_precision else {"dtypes": dtypes}
-        float8 = strategy.settings.float8
-        return found if float8 is None else {**found, "float8": asdict(float8)}
+        found: dict[str, Any] = {} if dtypes == of_precision else {"dtypes": dtypes}
+        if (float8 := strategy.settings.float8) is not None:
+            found["float8"] = asdict(float8)
+        if (bits := strategy.settings.sharding.gather_bits) is not None:
+            found["gather_bits"] = bits
+        return found
 
     def _compute_reference(self, data: PreferenceData, split: Split) -> NDArray[np.float32]:
         """Return the log-probabilities of both documents of each row, [rows, 2]. All ranks must call it."""

@@ -352,7 +352,7 @@ def test_one_other_value_below_makes_another_reference(tmp_path: Path) -> None:
     assert task._identify_reference() != found
 
 
-def test_a_reference_in_other_dtypes_is_another_one(folder: Path) -> None:
+def test_a_reference_of_weights_that_are_rounded_otherwise_is_another_one(folder: Path) -> None:
     def identify(**settings: Any) -> dict[str, Any]:
         task = make_task(folder, **PRECOMPUTED)
         options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
@@ -362,7 +362,9 @@ def test_a_reference_in_other_dtypes_is_another_one(folder: Path) -> None:
     known = identify()
     assert identify(mixed_precision={"param_dtype": "bfloat16"}) != known
     assert identify(float8={"emulate": True}) != known
-    assert identify(mixed_precision={"reduce_dtype": "bfloat16"}) == known  # of gradients, which it has none of
+    assert identify(sharding={"gather_bits": 8}) != known
+    for of_gradients in ({"mixed_precision": {"reduce_dtype": "bfloat16"}}, {"sharding": {"reduce_bits": 8}}):
+        assert identify(**of_gradients) == known  # which it has none of
 
 
 @pytest.mark.full
