@@ -439,9 +439,9 @@ def _refuse_states(model: nn.Module, whole: Container[nn.Parameter]) -> None:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and any(p not in whole for p in module.parameters()):
             raise ValueError(f"{name} is a script of torch.jit: its parameters cannot be sharded; leave torch.jit out")
-        weight = getattr(module, "weight", None)
-        is_sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-        if is_sparse and weight is not None and weight.requires_grad and weight not in whole:
+        # Asked for there only: a computed weight, as of spectral_norm, is a step of its own.
+        weight = module.weight if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse else None
+        if weight is not None and weight.requires_grad and weight not in whole:
             raise ValueError(f"{name}.sparse: got True: sparse gradients cannot be reduced to shards; leave it out")
     for name, parameter in model.named_parameters():
         if type(parameter).__module__.startswith("bitsandbytes.") and parameter not in whole:

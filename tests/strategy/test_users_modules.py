@@ -35,6 +35,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 from training import build_trainer
 from transformers import AutoModel, BartConfig, PreTrainedConfig, Wav2Vec2Config
@@ -133,6 +134,20 @@ def assert_same(path: Path, other: Path, tolerance: float) -> None:
     assert weights.keys() == expected.keys()
     filled = {name: value for name, value in expected.items() if value.numel()}
     assert find_largest(float((weights[name] - value).abs().max()) for name, value in filled.items()) <= tolerance
+
+
+class SpectralNorm(Plain):
+    """Its layers have a weight that each use computes anew, by one more step of an iteration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in (self.net[0], self.net[2]):
+            spectral_norm(layer)
+
+
+@pytest.mark.full
+def test_a_weight_that_each_use_moves_on_is_used_by_steps_alone(tmp_path: Path) -> None:
+    compare(SpectralNorm, tmp_path)
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.full), 2])
