@@ -21,6 +21,10 @@ _MEANINGS = {
         "shards were read as plain tensors: take torch.nn.utils.get_total_norm for a norm of gradients, and "
         ".full_tensor() for all else"
     ),
+    "data pointer on an invalid python storage": (
+        "shards cannot be written as whole weights: on all ranks call torch's get_model_state_dict with "
+        "StateDictOptions(full_state_dict=True, cpu_offload=True), and on rank 0 save_pretrained with that state_dict"
+    ),
     r"(must|to) have the same dtype.*(BFloat16|Half)": (
         "weights are gathered in 16 bits: give x.to(weight.dtype) to products of your own"
     ),

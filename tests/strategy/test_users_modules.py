@@ -28,6 +28,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import grad_norm
 from models import Block, to_full
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -840,6 +841,10 @@ class UsesShards(Samples):
         if self.use == "norm":
             self.log_dict(grad_norm(self.net, 2))
 
+    def on_train_end(self) -> None:
+        if self.use == "save":
+            save_file(self.net.state_dict(), "/dev/null")  # as save_pretrained of Transformers and peft
+
 
 @pytest.mark.full
 @pytest.mark.parametrize(
@@ -847,6 +852,7 @@ class UsesShards(Samples):
     [
         ("penalty", "got mixed torch.Tensor and DTensor", r"inside its forward.* take weight\.full_tensor\(\)"),
         ("norm", "not allocated yet", r"take torch\.nn\.utils\.get_total_norm for a norm"),
+        ("save", "on an invalid python storage", r"get_model_state_dict with .*on rank 0 save_pretrained with that"),
         ("product", "to have the same dtype", r"give x\.to\(weight\.dtype\) to products of your own"),
     ],
 )
