@@ -17,7 +17,7 @@ _MEANINGS = {
         "FSDP2 had let go of a gathered weight by then. Where a block returns an object of a class of its own, let it "
         "return tensors, tuples or dicts; else set sharding.reshard_after_forward and reshard_after_backward to false"
     ),
-    "its data is not allocated yet": (
+    r"its data is not allocated yet|numpy\(\) is not supported for tensor subclasses": (
         "shards were read as plain tensors: take torch.nn.utils.get_total_norm for a norm of gradients, and "
         ".full_tensor() for all else"
     ),
