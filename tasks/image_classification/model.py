@@ -54,7 +54,7 @@ def check_size(config: PreTrainedConfig, size: tuple[int, int]) -> bool:
     reason = ""
     for options in ({}, {"interpolate_pos_encoding": True}):  # some always do
         try:
-            _ = model(pixel_values=pixels, **options).logits
+            _ = model(pixel_values=pixels, **options)[0]
             return bool(options)
         except (ValueError, RuntimeError, TypeError, AttributeError) as error:
             reason = reason or get_first_line(error)[:200]

@@ -222,7 +222,7 @@ class ImageClassification(Classifier):
         """
         assert self.model is not None
         options = {"interpolate_pos_encoding": True} if self._interpolates else {}
-        return self.model(pixel_values=pixel_values, **options).logits
+        return self.model(pixel_values=pixel_values, **options)[0]  # not by a name: PP-LCNet has another one
 
     def sum_losses(self, logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
         """Return the sum of the losses of all images with a class: the place for a loss of your own.

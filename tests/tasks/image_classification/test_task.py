@@ -145,6 +145,14 @@ def test_a_fit_leaves_the_statistics_of_frozen_norms_which_exported_adapters_do_
         assert all(torch.equal(buffer, stock[name]) is not is_changed for name, buffer in buffers)
 
 
+def test_a_model_whose_logits_have_another_name_is_evaluated(tmp_path: Path) -> None:
+    blocks = [[[3, 16, 16, 1, False]]] * 5
+    config = {"model_type": "pp_lcnet", "block_configs": blocks, "scale": 1.0, "class_expand": 16}
+    _, task = list_trained(config, tmp_path)
+    pixels = torch.randn(2, 3, 16, 16)
+    assert torch.equal(task.eval()(pixels), task.model(pixels).last_hidden_state)
+
+
 def test_images_of_another_size_get_interpolated_positions(tmp_path: Path) -> None:
     model = save_classifier(tmp_path / "model", VIT, 3)
     data = make_data(tmp_path, processor=Pixels(size=24))
