@@ -184,12 +184,20 @@ def _leave_out(value: Any, name: str, block: Any) -> Any:
     """Return ``None`` in place of a cache of Transformers, to which a block would add its keys a second time."""
     if not hasattr(value, "get_seq_length"):
         return value
-    if value.get_seq_length(_find_layer(block)):
+    if _is_filled(value, _find_layer(block)):
         raise ValueError(
             f"{name}: it is not empty, and a block that is computed again in backward would add to it twice: set "
             "activation_checkpointing.mode to 'none', or run without a cache"
         )
     return None
+
+
+def _is_filled(cache: Any, index: int) -> bool:
+    """Return whether a layer of a cache holds something; one of linear attention has states, and no length."""
+    layer: Any = dict(enumerate(getattr(cache, "layers", ()))).get(index)
+    if hasattr(layer, "has_previous_state") and not hasattr(layer, "get_seq_length"):
+        return any(layer.has_previous_state.values())
+    return bool(cache.get_seq_length(index))
 
 
 def _find_layer(block: Any) -> int:

@@ -11,7 +11,14 @@ from models import Block, Parent, build_language_model, compute_loss, make_token
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, T5Config, T5ForConditionalGeneration
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    Qwen3NextConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from lit_fsdp.adapters.inject import add_adapters
 from lit_fsdp.adapters.lora import LoRA
@@ -43,6 +50,19 @@ SMALL: Any = {
     "intermediate_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
+}
+# Layers of linear attention, whose part of a cache has no length, around one of the other kind.
+HYBRID: Any = {
+    **SMALL,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mlp_only_layers": [0, 1, 2],
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
 }
 T5 = T5Config(vocab_size=64, d_model=32, d_ff=64, num_layers=2, num_heads=4, d_kv=8, decoder_start_token_id=0)
 
@@ -154,17 +174,18 @@ def test_blocks_take_positions_keywords_and_return_structures() -> None:
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "t5", "llama but the first block"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "t5", "llama but the first block", "qwen3_next"])
 def test_a_model_that_is_called_with_a_cache_has_the_same_gradients(kind: str, mode: Any) -> None:
     gradients = []
     for settings in (ActivationCheckpointing(), ActivationCheckpointing(mode=mode)):
         torch.manual_seed(0)
         model: Any = T5ForConditionalGeneration(T5)
         if kind != "t5":
-            config = GPT2Config(n_embd=32, n_layer=2, n_head=4) if kind == "gpt2" else LlamaConfig(**SMALL)
-            model = AutoModelForCausalLM.from_config(config)
+            config: Any = GPT2Config(n_embd=32, n_layer=2, n_head=4) if kind == "gpt2" else LlamaConfig(**SMALL)
+            model = AutoModelForCausalLM.from_config(Qwen3NextConfig(**HYBRID) if kind == "qwen3_next" else config)
         assert model.config.use_cache
-        names = ("LlamaDecoderLayer", "GPT2Block", "T5Block")  # those of GPT-2 are given it without a keyword
+        # Those of GPT-2 are given it without a keyword.
+        names = ("LlamaDecoderLayer", "GPT2Block", "T5Block", "Qwen3NextDecoderLayer")
         blocks = [n for n, m in model.named_modules() if type(m).__name__ in names]["first" in kind :]
         apply_activation_checkpointing(model.train(), settings, blocks)
         ids = torch.arange(18).view(2, 9) + 1
