@@ -64,6 +64,7 @@ IMPORTS = {
         "torch.nn.modules.conv._ConvNd",
         "torch.testing._internal.distributed.fake_pg.FakeStore",
         "torch.utils._python_dispatch.TorchDispatchMode",
+        "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
         "torch.utils._pytree.tree_flatten_with_path",
         "torch.utils._pytree.tree_iter",
         "torch.utils._pytree.tree_leaves",

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
 
 from lit_fsdp.checkpoint.latest import SAVE_NUMBER, has_end
@@ -168,11 +169,14 @@ def _spread(stored: Any, own: Any) -> Any:
     Torch has the same in ``StateDictOptions(broadcast_from_rank0=True)``, seen in 2.13, but for tensors of one device:
     offloaded parameters are in host memory, and the buffers beside them on the GPU.
     """
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
     places, spec = tree_flatten_with_path(own)
     there = dict(tree_flatten_with_path(stored)[0])
     leaves = [leaf for _, leaf in places]
-    sent = {i: None if isinstance(leaf, Tensor) else there[p] for i, (p, leaf) in enumerate(places) if p in there}
+    sent = {
+        i: is_traceable_wrapper_subclass(there[p]) if isinstance(leaf, Tensor) else there[p]
+        for i, (p, leaf) in enumerate(places)
+        if p in there
+    }
     box = [sent]
     if dist.is_initialized():
         dist.broadcast_object_list(box, src=0)
@@ -181,14 +185,30 @@ def _spread(stored: Any, own: Any) -> Any:
             leaves[i] = value
             continue
         first, local = get_local_shard(leaves[i])
-        if is_first:
-            whole = torch.as_tensor(there[places[i][0]]).to(local.device, local.dtype).contiguous()
-        else:
-            whole = torch.empty(leaves[i].shape, dtype=local.dtype, device=local.device)
-        if dist.is_initialized() and whole.numel():
-            dist.broadcast(whole.view(-1).view(torch.uint8), src=0)  # as bytes: not every backend knows every dtype
-        local.copy_(whole[(slice(first, first + len(local)), *get_inner_place(leaves[i]))] if local.ndim else whole)
+        whole = _send_whole(there.get(places[i][0]), local, leaves[i].shape, is_wrapped=value)
+        rows = whole.narrow(0, first, len(local)) if local.ndim else whole
+        inner = get_inner_place(leaves[i])
+        local.copy_(rows[(slice(None), *inner)] if inner else rows)
     return tree_unflatten(leaves, spec)
+
+
+def _send_whole(stored: Any, local: Tensor, shape: torch.Size, *, is_wrapped: bool) -> Tensor:
+    """Return what rank 0 has read, on all ranks, to be copied into ``local``."""
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    if is_wrapped:  # as torchao's 8-bit states are: there is no view of them as bytes
+        box = [stored]
+        if dist.is_initialized():
+            dist.broadcast_object_list(box, src=0)
+        # Copied to its like it keeps the bits. A shard whose size does not divide by the blocks is plain.
+        is_alike = bool(is_traceable_wrapper_subclass(local))
+        return box[0] if is_alike else torch.empty(shape).copy_(box[0])
+    if is_first:
+        whole = torch.as_tensor(stored).to(local.device, local.dtype).contiguous()
+    else:
+        whole = torch.empty(shape, dtype=local.dtype, device=local.device)
+    if dist.is_initialized() and whole.numel():
+        dist.broadcast(whole.view(-1).view(torch.uint8), src=0)  # as bytes: not every backend knows every dtype
+    return whole
 
 
 def _check(

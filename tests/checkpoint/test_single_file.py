@@ -1,5 +1,6 @@
 """A run can move between Lightning's own strategies and ours, through one checkpoint file."""
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,40 @@ def test_other_parameters_that_train_are_refused(
 ) -> None:
     message = rf"state of a group of {counts[0]} parameters, the run has {counts[1]} there: resume it with the same"
     run_ranks(load_with_others_frozen, tmp_path / "run.ckpt", saved, loaded, message)
+
+
+def resume_with_8_bit_states_of_torchao(folder: Path) -> None:
+    low_bit = importlib.import_module("torchao.optim")
+    inputs = torch.randn(2, 8, 128, generator=torch.Generator().manual_seed(torch.distributed.get_rank()))
+
+    def make() -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = fully_shard(torch.nn.Linear(128, 128))
+        return model, low_bit.AdamW8bit(model.parameters(), lr=1e-2)
+
+    def step(model: Any, optimizer: Any, batch: torch.Tensor) -> torch.Tensor:
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return next(model.parameters()).full_tensor()
+
+    model, optimizer = make()
+    step(model, optimizer, inputs[0])
+    state = {"state_dict": gather_model_state(model), "optimizer_states": [gather_optimizer_state(model, optimizer)]}
+    save_single_file(folder / "run.ckpt", state)
+    expected = step(model, optimizer, inputs[1])
+    model, optimizer = make()
+    load_single_file(folder / "run.ckpt", model, [optimizer], strict=True)
+    assert torch.equal(step(model, optimizer, inputs[1]), expected)
+    state = optimizer.state[next(model.parameters())]["exp_avg"].to_local()
+    assert type(state).__name__ == "OptimState8bit"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_8_bit_states_of_torchao_are_resumed_to_the_bit(ranks: int, tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    run_ranks(resume_with_8_bit_states_of_torchao, tmp_path, world_size=ranks)
 
 
 def test_one_file_is_not_written_beside_training() -> None:
