@@ -80,6 +80,7 @@ from lit_fsdp.strategy.launcher import Launcher, describe_ended, note_lost
 from lit_fsdp.strategy.lightning_internals import (
     check_monitors,
     count_steps_of_loggers,
+    end_restart,
     evaluate_without_inference_mode,
     forget_skipped,
     forget_train_loader,
@@ -92,6 +93,7 @@ from lit_fsdp.strategy.lightning_internals import (
 )
 from lit_fsdp.strategy.notebook_launcher import NotebookLauncher, check_weights, is_notebook, refuse_lost_weights
 from lit_fsdp.strategy.overlapped_optimizer import overlap_optimizer
+from lit_fsdp.strategy.plateaus import PLATEAUS, note_plateaus, restore_plateaus
 from lit_fsdp.strategy.precision_plugin import FSDP2Precision, translate_precision
 from lit_fsdp.strategy.process_group import MAX_TIMEOUT_S, init_process_group
 from lit_fsdp.strategy.processes import count_started, describe_idle_cores, refuse_unread
@@ -241,6 +243,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         self.facts = {"torch": torch.__version__} | {name: version(name) for name in ("lightning", "lit_fsdp")}
         self.verify_checkpoint = verify_checkpoint
         self._saved_settings: dict[str, Any] = {}  # of the run that saved the checkpoint
+        self._noted_plateaus: dict[str, Any] = {}  # likewise
         self._has_seen_step = self._has_checked_gradients = False
         self._checked_loaders: set[tuple[RunningStage | None, int]] = set()
         self.device_mesh: DeviceMesh | None = None
@@ -694,6 +697,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         self._gathered.keep_toggles()
         output = super().training_step(*args, **kwargs)
         self._has_seen_step = True
+        end_restart(self._module.trainer)
         self._gathered.end_step()
         return output
 
@@ -788,10 +792,13 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         if self._saved_settings:  # compared here, as the loader is there
             warn_of_changes(self._saved_settings, collect_run_settings(trainer, self.settings.mixed_precision))
             self._saved_settings = {}
+        noted, self._noted_plateaus = self._noted_plateaus, {}
+        restore_plateaus(trainer, noted)
         self._print_units()
 
     @override
     def on_validation_start(self) -> None:
+        end_restart(self._module.trainer)
         self._print_units()
         self._begin_evaluation(super().on_validation_start)
 
@@ -865,6 +872,8 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
                 )
         self._finish_comparison()
         checkpoint[RUN_SETTINGS] = collect_run_settings(trainer, self.settings.mixed_precision)
+        if noted := note_plateaus(trainer):
+            checkpoint[PLATEAUS] = noted
         self._writer.save(locate(self.broadcast(str(filepath))), checkpoint)
         if trainer.state.finished:  # the user saves, after the run has waited for earlier saves
             self._writer.close()
@@ -910,6 +919,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         if is_fitting:
             self._writer.go_on_from(path)
             self._saved_settings = meta.get(RUN_SETTINGS, {})
+            self._noted_plateaus = meta.get(PLATEAUS, {})
             self.restore_random_later(*read_random_state(path, self.data_ranks, random_states))
             forget_train_loader(self._module.trainer)
         return meta

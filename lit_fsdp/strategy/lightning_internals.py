@@ -17,6 +17,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
@@ -41,6 +42,29 @@ def read_logged(trainer: pl.Trainer) -> dict[str, Tensor]:
     an epoch, it may be the first to ask for a metric that is reduced over ranks.
     """
     return dict(trainer._logger_connector.metrics["callback"]) if trainer._results else {}
+
+
+def is_epoch_over(trainer: pl.Trainer, metric: str) -> bool:
+    """Return whether the hook that runs ends an epoch of training or its last validation, which has logged a metric."""
+    hook = trainer.lightning_module._current_fx_name
+    if hook != "on_train_epoch_end" and not (hook == "on_validation_end" and metric in read_logged(trainer)):
+        return False
+    return trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+
+
+def restore_metrics(trainer: pl.Trainer, metrics: Mapping[str, float]) -> None:
+    """Let callbacks and schedules find metrics that a run has logged before it was interrupted."""
+    trainer._logger_connector._callback_metrics.update({name: torch.tensor(v) for name, v in metrics.items()})
+
+
+def end_restart(trainer: pl.Trainer) -> None:
+    """Let the end of the epoch step schedules by metrics: of a resumed one it does not, though it has trained since."""
+    trainer.fit_loop._restarting = False
+
+
+def step_schedule(trainer: pl.Trainer, scheduler: Any, metric: float) -> None:
+    """Step a schedule as the Trainer does."""
+    call._call_lightning_module_hook(trainer, "lr_scheduler_step", scheduler, metric)
 
 
 def is_read_now(module: pl.LightningModule, names: Collection[str]) -> bool:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from image_training import RESNET, VIT, make_data, write_folder
+from lightning.pytorch.callbacks import ModelCheckpoint
 from models import to_full
 from speech_training import build_data as build_speech_data
 from speech_training import make_config, make_rows
@@ -246,3 +247,60 @@ def test_a_resumed_run_ends_where_the_uninterrupted_one_does(
         rows = ({"text": f"the number {i} comes after the number {i - 1}."} for i in range(1, 60))
         (tmp_path / "text.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     run_ranks(fit_twice, tmp_path, task, optimizer, checkpoint_format)
+
+
+class Plateau(Plain):
+    """Halves its learning rate at each validation, as none is ever good enough."""
+
+    def __init__(self, interval: str) -> None:
+        super().__init__("adamw")
+        self.interval = interval
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val/loss", self.last(self.first(batch).relu()).square().mean(), sync_dist=True)
+
+    val_dataloader = Plain.train_dataloader
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.99)
+        settings = {"scheduler": schedule, "monitor": "val/loss", "interval": self.interval}
+        return {"optimizer": optimizer, "lr_scheduler": {**settings, "frequency": 2 if self.interval == "step" else 1}}
+
+
+def fit_on_a_plateau(folder: Path, interval: str, saves: dict[str, Any]) -> None:
+    def run(path: Path | None) -> dict[str, Tensor]:
+        pl.seed_everything(3, verbose=False)
+        module, callbacks = Plateau(interval), []
+        if path is None:
+            callbacks = [ModelCheckpoint(folder, "{step}", save_top_k=-1, **saves)]
+        epochs: dict[str, Any] = {"limit_train_batches": 2, "max_epochs": 4}
+        if interval == "step":  # four validations, too
+            epochs = {"limit_train_batches": 8, "max_epochs": 1, "val_check_interval": 2}
+        limits: dict[str, Any] = {**epochs, "limit_val_batches": 1, "max_steps": -1, "num_sanity_val_steps": 0}
+        options = {**limits, "enable_checkpointing": path is None, "gradient_clip_val": None}
+        trainer = build_trainer(FSDP2Strategy(), callbacks=callbacks, **options)
+        trainer.fit(module, ckpt_path=path)
+        return read_all(trainer, module)
+
+    whole = run(None)
+    assert whole["0.0.lr"] == 1e-2 / 2**3  # the first loss is the best
+    for step in (3, 5, 7) if saves.get("every_n_train_steps") else (2, 4, 6):
+        resumed = run(folder / f"step={step}.ckpt")
+        assert whole.keys() == resumed.keys()
+        assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("interval", "saves"),
+    [
+        ("epoch", {}),
+        ("step", {}),
+        ("epoch", {"save_on_train_epoch_end": True}),
+        ("epoch", {"every_n_train_steps": 1}),
+    ],
+    ids=["by epoch", "by step", "by epoch, saved after it", "by epoch, saved inside"],
+)
+def test_a_schedule_that_steps_by_a_metric_goes_on(interval: str, saves: dict[str, Any], tmp_path: Path) -> None:
+    run_ranks(fit_on_a_plateau, tmp_path, interval, saves)
