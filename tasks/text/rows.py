@@ -191,10 +191,12 @@ def _find_layout(fields: Mapping[str, Any], row_format: RowFormat) -> str:
             if present.issuperset(layout[:1] if row_format.is_prompt else layout):
                 return layout[0]
     if present.issuperset(PAIR):
-        raise RowError('"chosen" and "rejected" are a preference pair, which is not learned here')
+        raise RowError('"chosen" and "rejected" are a preference pair; PreferenceTuning and PreferenceData learn it')
     found = describe_fields(fields)
     if any(set(fields).issuperset(layout) for layout in _LAYOUTS):
         raise RowError(f"{found}, which format: {row_format.format} does not read; set format: auto")
+    if "input_ids" in fields:
+        raise RowError(f"{found}: rows of tokens are not read; name data with the text that they were made of")
     wanted = [layout[:1] if row_format.is_prompt else layout for layout in kept]
     known = ", ".join(" and ".join(layout) for layout in wanted)
     raise RowError(f"{found}: expected {known}; set columns, such as {suggest_columns(fields, wanted)}")
