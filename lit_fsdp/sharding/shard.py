@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -235,6 +236,18 @@ def shard_model(
     if scalars:
         reduce_after_backward(model, list(scalars.values()), mesh)
     _set_prefetch(modules, plan, sharding)
+    for module in modules.values():
+        if any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
+            module.register_load_state_dict_pre_hook(_shard_loaded)
+
+
+def _shard_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Let ``load_state_dict`` take whole tensors, of which each rank takes its rows."""
+    for name, parameter in module.named_parameters(recurse=False):
+        value = state_dict.get(f"{prefix}{name}")
+        if isinstance(parameter, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            state_dict[f"{prefix}{name}"] = distribute_tensor(value.detach(), mesh, placements, src_data_rank=None)
 
 
 def _shard_unit(unit: Unit, members: list[nn.Module], sharding: Sharding, options: dict[str, Any]) -> None:

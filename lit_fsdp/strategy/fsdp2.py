@@ -887,6 +887,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
 
     @override
     def on_train_end(self) -> None:
+        self._gathered.end_training()
         self._finish_comparison()
         self.finish_steps()
         self._writer.close()

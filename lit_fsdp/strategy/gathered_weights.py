@@ -17,6 +17,8 @@ from lit_fsdp.sharding.replaced_method import ReplacedMethod
 from lit_fsdp.sharding.shard import Sharding, find_roots, follow_toggles, reshard, reshard_when_toggled
 from lit_fsdp.sharding.torch_internals import UnitInternals, is_in_forward, list_edited, list_units
 
+_BETWEEN_STEPS = "do it in on_train_batch_end, before any forward there"
+
 
 class GatheredWeights:
     """What forwards of a run leave gathered: let go where a hook, an optimizer or a save needs the shards.
@@ -34,7 +36,7 @@ class GatheredWeights:
         units = {root: list_units(root) for root in roots}
         self._units = [unit for of_root in units.values() for unit in of_root]
         self._edited: set[str] = set()  # weights whose gathered copies were changed, as was said
-        self._has_seen_step = self._has_seen_backward = False
+        self._num_steps, self._has_seen_backward = 0, False
         self._toggles: list[Callable[[], None]] = []  # of an evaluation
         # Of the run, where gathered weights stay until the step.
         self._toggles_of_kept = [follow_toggles(r) for r in roots if self._stays_gathered and self._is_automatic]
@@ -51,8 +53,12 @@ class GatheredWeights:
 
     def begin_training(self) -> None:
         """Say again which weights the first steps change in vain."""
-        self._has_seen_step = self._has_seen_backward = False
+        self._num_steps, self._has_seen_backward = 0, False
         self._edited.clear()
+
+    def end_training(self) -> None:
+        """Say which weights later steps have changed in vain."""
+        self._warn_of_edited("training_step or a hook", _BETWEEN_STEPS)
 
     def keep_toggles(self) -> None:
         """Keep what hooks between micro-batches have frozen or unfrozen, which gathered weights would forget."""
@@ -60,10 +66,13 @@ class GatheredWeights:
             find_toggled()
 
     def end_step(self) -> None:
-        """Look what the first ``training_step`` has changed, and let go where no backward follows it."""
-        if not self._has_seen_step:
-            self._has_seen_step = True
-            self._warn_of_edited("training_step", "do it in on_train_batch_end")
+        """Look what ``training_step`` has changed, and let go where no backward follows it."""
+        self._num_steps += 1
+        if self._num_steps == 1:
+            self._warn_of_edited("training_step", _BETWEEN_STEPS)
+        # At powers of two, as it takes time and finds what was changed since.
+        elif self._num_steps.bit_count() == 1 and (self._has_seen_backward or not self._stays_gathered):
+            self._warn_of_edited("training_step or a hook", _BETWEEN_STEPS)
         if not self._is_automatic:
             self.reshard()  # what was used last without a backward, for hooks that change weights
 

@@ -1612,10 +1612,22 @@ class Sharpness(torch.optim.SGD):
 
 
 class Assigns(Plain):
-    """Replaces the values of weights: shards in its optimizer, and whole ones in a hook."""
+    """Replaces the values of weights: shards in its optimizer, whole ones in hooks, those of a target in steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = nn.Linear(6, 15).requires_grad_(False)
+
+    def on_fit_start(self) -> None:
+        self.target.load_state_dict({"weight": torch.ones(15, 6), "bias": torch.arange(15.0)})
+
+    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+        if index == 2:
+            self.target.load_state_dict(self.net[0].state_dict())
+        return super().training_step({**batch, "y": batch["y"] + self.target(batch["x"]).mean(1, keepdim=True)}, index)
 
     def configure_optimizers(self) -> Any:
-        return Sharpness(self.parameters(), lr=0.1)
+        return Sharpness(self.net.parameters(), lr=0.1)
 
     def on_train_batch_end(self, *_: Any) -> None:
         bias = self.net[0].bias
@@ -1625,7 +1637,7 @@ class Assigns(Plain):
                 bias.data = bias.data.double()
 
 
-def test_data_that_is_assigned_reaches_the_shards(tmp_path: Path) -> None:
+def test_data_that_is_assigned_or_loaded_reaches_the_shards(tmp_path: Path) -> None:
     compare(Assigns, tmp_path)
 
 
@@ -1701,28 +1713,39 @@ def test_layers_that_each_rank_would_skip_for_itself_are_warned_about() -> None:
 class Edited(Plain):
     """Changes its weights in a step, one of them whole, and others between steps."""
 
-    def __init__(self, edits: bool) -> None:
+    def __init__(self, edits: str) -> None:
         super().__init__()
         self.edits = edits
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        if self.edits:
+        if self.edits == "first":
             with torch.no_grad():
                 self.net[2].weight.clamp_(-0.1, 0.1)
             self.net[2].bias.data = torch.zeros(1)
+        if self.edits == "later" and (self.current_epoch, batch_idx) == (1, 2):
+            nn.init.zeros_(self.net[2].weight)
         return super().training_step(batch, batch_idx)
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, outputs: Any, batch: dict[str, Tensor], batch_idx: int) -> None:
         with torch.no_grad():
+            if self.edits == "hook":  # gathers, so that what follows is in vain
+                self.net(batch["x"])
             self.net[0].weight.clamp_(-0.3, 0.3)
 
 
-def train_edited(out: Path, edits: bool, sharding: Sharding) -> None:
+SAID = {
+    "first": "training_step changes net.2.weight, net.2.bias: ",
+    "later": "training_step or a hook changes net.2.weight: ",
+    "hook": "training_step or a hook changes net.0.weight: ",
+}
+
+
+def train_edited(out: Path, edits: str, sharding: Sharding) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train(partial(Edited, edits), out, True, accumulate_grad_batches=2, strategy={"sharding": sharding})
     said = [str(w.message) for w in caught if " changes gathered copies of the weights" in str(w.message)]
-    expected = ["training_step changes net.2.weight, net.2.bias: "] * edits
+    expected = [SAID[edits]] if edits else []
     expected += ["a hook between micro-batches changes net.0.weight: "] * (not sharding.reshard_after_backward)
     assert len(said) == len(expected) * (dist.get_rank() == 0)
     assert all(line.startswith(start) for line, start in zip(said, expected, strict=False))
@@ -1731,13 +1754,17 @@ def train_edited(out: Path, edits: bool, sharding: Sharding) -> None:
 @pytest.mark.parametrize(
     ("edits", "sharding"),
     [
-        (True, Sharding()),
-        (False, Sharding()),
-        pytest.param(True, Sharding(reshard_after_forward=False, reshard_after_backward=False), marks=pytest.mark.full),
+        ("first", Sharding()),
+        ("later", Sharding()),
+        ("hook", Sharding()),
+        ("", Sharding()),
+        pytest.param(
+            "first", Sharding(reshard_after_forward=False, reshard_after_backward=False), marks=pytest.mark.full
+        ),
     ],
-    ids=["edits", "none", "gathered until the step"],
+    ids=["first", "later", "hook", "none", "gathered until the step"],
 )
 def test_weights_that_are_changed_inside_a_step_are_warned_about_once(
-    edits: bool, sharding: Sharding, tmp_path: Path
+    edits: str, sharding: Sharding, tmp_path: Path
 ) -> None:
     run_ranks(train_edited, tmp_path / "out", edits, sharding)
