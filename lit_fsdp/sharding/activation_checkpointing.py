@@ -193,10 +193,10 @@ def _leave_out(value: Any, name: str, block: Any) -> Any:
 
 
 def _is_filled(cache: Any, index: int) -> bool:
-    """Return whether a layer of a cache holds something; one of linear attention has states, and no length."""
+    """Return whether a layer of a cache holds something; of linear attention it has states, of MLPs nothing."""
     layer: Any = dict(enumerate(getattr(cache, "layers", ()))).get(index)
-    if hasattr(layer, "has_previous_state") and not hasattr(layer, "get_seq_length"):
-        return any(layer.has_previous_state.values())
+    if layer is not None and not hasattr(layer, "get_seq_length"):
+        return any(getattr(layer, "has_previous_state", {}).values())
     return bool(cache.get_seq_length(index))
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 from weakref import WeakSet
 
@@ -20,7 +21,8 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -39,6 +41,7 @@ from lit_fsdp.sharding.low_bit import (
 from lit_fsdp.sharding.mixed_precision import cast_inputs
 from lit_fsdp.sharding.scalars import hold_scalars, reduce_after_backward, replicate_scalars
 from lit_fsdp.sharding.torch_internals import (
+    cut_shard,
     get_gathered,
     get_shard,
     iterate_sharded,
@@ -237,17 +240,27 @@ def shard_model(
         reduce_after_backward(model, list(scalars.values()), mesh)
     _set_prefetch(modules, plan, sharding)
     for module in modules.values():
-        if any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
-            module.register_load_state_dict_pre_hook(_shard_loaded)
+        own = dict(module.named_parameters(recurse=False))
+        if places := {n: (p.shape, p.device_mesh, p.placements) for n, p in own.items() if isinstance(p, DTensor)}:
+            module.register_load_state_dict_pre_hook(partial(_shard_loaded, places))
 
 
-def _shard_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Let ``load_state_dict`` take whole tensors, of which each rank takes its rows."""
-    for name, parameter in module.named_parameters(recurse=False):
+def _shard_loaded(
+    places: Mapping[str, tuple[torch.Size, DeviceMesh, Sequence[Placement]]],
+    module: nn.Module,  # noqa: ARG001  may have its weights gathered now: torch reshards them after this hook
+    state_dict: dict[str, Any],
+    prefix: str,
+    *_: Any,
+) -> None:
+    """Let ``load_state_dict`` take whole tensors, of which each rank takes its part."""
+    for name, (shape, mesh, placements) in places.items():
         value = state_dict.get(f"{prefix}{name}")
-        if isinstance(parameter, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
-            mesh, placements = parameter.device_mesh, parameter.placements
-            state_dict[f"{prefix}{name}"] = distribute_tensor(value.detach(), mesh, placements, src_data_rank=None)
+        if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == shape:
+            local = cut_shard(value.detach(), mesh, placements).contiguous()
+            stride = torch.empty(shape, device="meta").stride()
+            state_dict[f"{prefix}{name}"] = DTensor.from_local(
+                local, mesh, placements, run_check=False, shape=shape, stride=stride
+            )
 
 
 def _shard_unit(unit: Unit, members: list[nn.Module], sharding: Sharding, options: dict[str, Any]) -> None:

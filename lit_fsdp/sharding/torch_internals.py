@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as _AllGather
@@ -21,7 +22,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as _Redu
 # Drop it, with what uses it, when FSDP2 ends a forward that fails.
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement
 
 from lit_fsdp.sharding.replaced_method import ReplacedMethod
 
@@ -65,14 +68,22 @@ for _name in ("init_all_gather_outputs", "init_unsharded_param"):
 def _assign_data(self: DTensor, value: Tensor) -> None:
     """Take over the values of a tensor, whole or in shards, where torch would change nothing that a step reads."""
     if value.shape != self.shape or value.dtype != self.dtype:
-        is_, got = (f"{tensor.dtype} of {list(tensor.shape)}" for tensor in (self, value))
-        raise RuntimeError(f"data = ...: got {got} for a sharded parameter, which is {is_}: shape and dtype are fixed")
+        own, got = (f"{tensor.dtype} of {list(tensor.shape)}" for tensor in (self, value))
+        raise RuntimeError(f"data = ...: got {got} for shards of {own}: shape and dtype are fixed")
     with torch.no_grad():
         if isinstance(value, DTensor):
-            rows = value.redistribute(self.device_mesh, self.placements)
+            rows = value.redistribute(self.device_mesh, self.placements).to_local()
         else:
-            rows = distribute_tensor(value, self.device_mesh, self.placements, src_data_rank=None)
-        self.to_local().data.copy_(rows.to_local())
+            rows = cut_shard(value, self.device_mesh, self.placements)
+        self.to_local().data.copy_(rows)
+
+
+def cut_shard(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+    """Return this rank's part of a tensor that all ranks have, as a view of it."""
+    shape, offset = compute_local_shape_and_global_offset(whole.shape, mesh, placements)
+    for dim, (first, size) in enumerate(zip(offset, shape, strict=True)):
+        whole = whole.narrow(dim, first, size)
+    return whole
 
 
 DTensor.data = property(Tensor.data.__get__, _assign_data)  # type: ignore[assignment,attr-defined]

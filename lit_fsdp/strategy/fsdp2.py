@@ -244,6 +244,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         self.verify_checkpoint = verify_checkpoint
         self._saved_settings: dict[str, Any] = {}  # of the run that saved the checkpoint
         self._noted_plateaus: dict[str, Any] = {}  # likewise
+        self._goes_on_by_metrics = False  # a run that was resumed with those
         self._has_seen_step = self._has_checked_gradients = False
         self._checked_loaders: set[tuple[RunningStage | None, int]] = set()
         self.device_mesh: DeviceMesh | None = None
@@ -527,7 +528,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
     def _build_optimizers(self, trainer: pl.Trainer) -> None:
         self._reset_optimizers_and_schedulers()
         # Of an earlier fit that was resumed and had no step left, nothing counts in this one.
-        self._saved_settings = {}
+        self._saved_settings, self._noted_plateaus = {}, {}
         self.restore_random_later(None, None)
         self.setup_optimizers(trainer)
         rebind_optimizers(self._module, self._real_optimizers)
@@ -697,7 +698,8 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         self._gathered.keep_toggles()
         output = super().training_step(*args, **kwargs)
         self._has_seen_step = True
-        end_restart(self._module.trainer)
+        if self._goes_on_by_metrics:
+            end_restart(self._module.trainer)
         self._gathered.end_step()
         return output
 
@@ -792,13 +794,13 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         if self._saved_settings:  # compared here, as the loader is there
             warn_of_changes(self._saved_settings, collect_run_settings(trainer, self.settings.mixed_precision))
             self._saved_settings = {}
-        noted, self._noted_plateaus = self._noted_plateaus, {}
-        restore_plateaus(trainer, noted)
+        self._goes_on_by_metrics = bool(self._noted_plateaus)
+        restore_plateaus(trainer, self._noted_plateaus)
+        self._noted_plateaus = {}
         self._print_units()
 
     @override
     def on_validation_start(self) -> None:
-        end_restart(self._module.trainer)
         self._print_units()
         self._begin_evaluation(super().on_validation_start)
 

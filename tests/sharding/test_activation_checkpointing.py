@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
     LlamaConfig,
+    NemotronHConfig,
     Qwen3NextConfig,
     T5Config,
     T5ForConditionalGeneration,
@@ -63,6 +64,22 @@ HYBRID: Any = {
     "linear_value_head_dim": 8,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 2,
+}
+# Layers of experts, which have no part of a cache at all.
+EXPERTS: Any = {
+    **SMALL,
+    "layers_block_type": ["mamba", "moe", "attention"],
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 8,
+    "n_groups": 1,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 16,
+    "num_experts_per_tok": 2,
+    "chunk_size": 8,
 }
 T5 = T5Config(vocab_size=64, d_model=32, d_ff=64, num_layers=2, num_heads=4, d_kv=8, decoder_start_token_id=0)
 
@@ -174,18 +191,22 @@ def test_blocks_take_positions_keywords_and_return_structures() -> None:
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "t5", "llama but the first block", "qwen3_next"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "t5", "llama but the first block", "qwen3_next", "nemotron_h"])
 def test_a_model_that_is_called_with_a_cache_has_the_same_gradients(kind: str, mode: Any) -> None:
     gradients = []
     for settings in (ActivationCheckpointing(), ActivationCheckpointing(mode=mode)):
         torch.manual_seed(0)
         model: Any = T5ForConditionalGeneration(T5)
         if kind != "t5":
-            config: Any = GPT2Config(n_embd=32, n_layer=2, n_head=4) if kind == "gpt2" else LlamaConfig(**SMALL)
-            model = AutoModelForCausalLM.from_config(Qwen3NextConfig(**HYBRID) if kind == "qwen3_next" else config)
+            configs: dict[str, Any] = {
+                "gpt2": GPT2Config(n_embd=32, n_layer=2, n_head=4),
+                "qwen3_next": Qwen3NextConfig(**HYBRID),
+                "nemotron_h": NemotronHConfig(**EXPERTS),
+            }
+            model = AutoModelForCausalLM.from_config(configs.get(kind, LlamaConfig(**SMALL)))
         assert model.config.use_cache
         # Those of GPT-2 are given it without a keyword.
-        names = ("LlamaDecoderLayer", "GPT2Block", "T5Block", "Qwen3NextDecoderLayer")
+        names = ("LlamaDecoderLayer", "GPT2Block", "T5Block", "Qwen3NextDecoderLayer", "NemotronHBlock")
         blocks = [n for n, m in model.named_modules() if type(m).__name__ in names]["first" in kind :]
         apply_activation_checkpointing(model.train(), settings, blocks)
         ids = torch.arange(18).view(2, 9) + 1

@@ -1629,12 +1629,20 @@ class Assigns(Plain):
     def configure_optimizers(self) -> Any:
         return Sharpness(self.net.parameters(), lr=0.1)
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, outputs: Any, batch: dict[str, Tensor], index: int) -> None:
         bias = self.net[0].bias
-        bias.data = to_full(bias.data).clamp(-0.2, 0.2)
+        bias.data = to_full(bias).clamp(-0.2, 0.2)
         if isinstance(bias, DTensor):
-            with pytest.raises(RuntimeError, match=r"got torch.float64 of .* which is torch.float32 of \[15\]: shape"):
+            with pytest.raises(
+                RuntimeError, match=r"got torch.float64 of .* for shards of torch.float32 of \[15\]: shape"
+            ):
                 bias.data = bias.data.double()
+        if index == 0:  # gathers the weights that are loaded
+            with torch.no_grad():
+                self.target(batch["x"])
+            self.target.load_state_dict({"weight": torch.full((15, 6), 0.5), "bias": torch.zeros(15)})
+        with pytest.raises(RuntimeError, match=r"size mismatch for bias: .*torch.Size\(\[\]\).*torch.Size\(\[15\]\)"):
+            self.target.load_state_dict({"weight": torch.ones(15, 6), "bias": torch.tensor(0.0)})
 
 
 def test_data_that_is_assigned_or_loaded_reaches_the_shards(tmp_path: Path) -> None:
