@@ -123,6 +123,7 @@ ATTRIBUTES = {
             "_data_fetcher",
             "_defer_save_until_validation",
         ),
+        *("_callback_metrics", "_num_ready_batches_reached", "_restarting"),
         *("_batches_that_stepped", "_device_mesh", "_evaluation_loop", "_monitor_candidates"),
         *("_last_checkpoint_saved", "_save_checkpoint", "_save_last_checkpoint", "_save_topk_checkpoint"),
         *("_get_metric_interpolated_filepath_name", "_hpc_resume_path", "_should_save_on_exception"),

@@ -17,7 +17,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
-from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
@@ -60,11 +59,6 @@ def restore_metrics(trainer: pl.Trainer, metrics: Mapping[str, float]) -> None:
 def end_restart(trainer: pl.Trainer) -> None:
     """Let the end of the epoch step schedules by metrics: of a resumed one it does not, though it has trained since."""
     trainer.fit_loop._restarting = False
-
-
-def step_schedule(trainer: pl.Trainer, scheduler: Any, metric: float) -> None:
-    """Step a schedule as the Trainer does."""
-    call._call_lightning_module_hook(trainer, "lr_scheduler_step", scheduler, metric)
 
 
 def is_read_now(module: pl.LightningModule, names: Collection[str]) -> bool:

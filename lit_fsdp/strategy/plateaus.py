@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lit_fsdp.strategy.lightning_internals import is_epoch_over, restore_metrics, step_schedule
+from lit_fsdp.strategy.lightning_internals import is_epoch_over, restore_metrics
 
 PLATEAUS = "plateaus"  # in the metadata of a checkpoint
 
@@ -40,4 +40,4 @@ def restore_plateaus(trainer: pl.Trainer, noted: Mapping[str, Any]) -> None:
     restore_metrics(trainer, {name: value for name, value in metrics.items() if name in monitors})
     for i in noted.get("due", ()):
         if i < len(trainer.lr_scheduler_configs) and (config := trainer.lr_scheduler_configs[i]).monitor in metrics:
-            step_schedule(trainer, config.scheduler, metrics[str(config.monitor)])
+            trainer.lightning_module.lr_scheduler_step(config.scheduler, metrics[str(config.monitor)])
