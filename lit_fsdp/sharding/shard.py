@@ -45,6 +45,7 @@ from lit_fsdp.sharding.torch_internals import (
     get_gathered,
     get_shard,
     iterate_sharded,
+    let_gathers_wait,
     share_groups_after_forward,
 )
 from lit_fsdp.sharding.wrap import Unit
@@ -243,6 +244,8 @@ def shard_model(
         own = dict(module.named_parameters(recurse=False))
         if places := {n: (p.shape, p.device_mesh, p.placements) for n, p in own.items() if isinstance(p, DTensor)}:
             module.register_load_state_dict_pre_hook(partial(_shard_loaded, places))
+            if mesh.device_type != "cpu":
+                module.register_load_state_dict_post_hook(lambda *_: let_gathers_wait())
 
 
 def _shard_loaded(

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import wraps
 from typing import Any, cast
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -64,6 +65,8 @@ def _leave_inference_mode(function: Any) -> Any:
 for _name in ("init_all_gather_outputs", "init_unsharded_param"):
     setattr(FSDPParam, _name, _leave_inference_mode(getattr(FSDPParam, _name)))
 
+_ROOTS: WeakSet[Any] = WeakSet()  # states of FSDP2
+
 
 def _assign_data(self: DTensor, value: Tensor) -> None:
     """Take over the values of a tensor, whole or in shards, where torch would change nothing that a step reads."""
@@ -75,7 +78,9 @@ def _assign_data(self: DTensor, value: Tensor) -> None:
             rows = value.redistribute(self.device_mesh, self.placements).to_local()
         else:
             rows = cut_shard(value, self.device_mesh, self.placements)
-        self.to_local().data.copy_(rows)
+        local = self.to_local().data.copy_(rows)
+    if local.is_cuda:
+        let_gathers_wait()
 
 
 def cut_shard(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
@@ -211,7 +216,21 @@ def settle_root(root: FSDPModule) -> None:
 
     Left alone, FSDP2 takes what is called first, which in a hook may be a unit inside.
     """
-    root._get_fsdp_state()._lazy_init()
+    state: Any = root._get_fsdp_state()
+    state._lazy_init()
+    _ROOTS.add(state)
+
+
+def let_gathers_wait() -> None:
+    """Let gathers wait for what this stream has written to shards: FSDP2 does so once, at the beginning of a step."""
+    for state in _ROOTS:
+        _wait_for_writes(state)
+
+
+def _wait_for_writes(state: Any) -> None:
+    now = state._device_handle.current_stream()
+    state._comm_ctx.all_gather_copy_in_stream.wait_stream(now)
+    state._comm_ctx.all_gather_stream.wait_stream(now)
 
 
 def gather_when_called(root: Any) -> None:
@@ -228,9 +247,7 @@ def gather_when_called(root: Any) -> None:
             if torch.compiler.is_compiling() or group.is_unsharded:
                 return
             if not torch.is_grad_enabled() or state._training_state == TrainingState.FORWARD:
-                now = state._device_handle.current_stream()  # may still write to shards
-                state._comm_ctx.all_gather_copy_in_stream.wait_stream(now)
-                state._comm_ctx.all_gather_stream.wait_stream(now)
+                _wait_for_writes(state)
                 root.unshard()
 
         infos = [parameter._module_info for parameter in group.fsdp_params]

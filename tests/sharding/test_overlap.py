@@ -1,6 +1,6 @@
 """The timeline of a step on streams whose work takes as long as it is told: compute waits only where nothing helps."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -17,6 +17,7 @@ from lit_fsdp import ActivationCheckpointing, Mesh, MixedPrecision, Sharding, Wr
 from lit_fsdp.sharding.mesh import build_mesh
 from lit_fsdp.sharding.parallelize import shard_module
 from lit_fsdp.sharding.settings import Settings
+from lit_fsdp.sharding.torch_internals import settle_root
 from lit_fsdp.weights.load import materialize
 
 NUM_BLOCKS, WIDTH, ROWS = 6, 16, 4
@@ -42,8 +43,10 @@ class Model(nn.Module):
     def __init__(self, extras: Sequence[int]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(UnequalBlock(extra) if extra else Block(WIDTH) for extra in extras)
+        self.change: Callable[[nn.Module], object] = lambda _: None
 
     def forward(self, x: Tensor) -> Tensor:
+        self.change(self.blocks[0])
         for block in self.blocks:
             x = block(x)
         return x.square().sum()
@@ -132,8 +135,17 @@ def keep_time() -> Iterator[Timeline]:
             yield timeline
 
 
-def run_step(*, prefetches: bool = True, extras: Sequence[int] = (0,) * NUM_BLOCKS, **settings: Any) -> Timeline:
-    """Return the timeline of the second step, of a model whose blocks have so many parameters more."""
+def run_step(
+    *,
+    prefetches: bool = True,
+    extras: Sequence[int] = (0,) * NUM_BLOCKS,
+    change: Callable[[nn.Module], object] = lambda _: None,
+    **settings: Any,
+) -> Timeline:
+    """Return the timeline of the second step, which begins with a change of the first block.
+
+    ``extras`` are parameters that blocks have beside others.
+    """
     device = torch.device("cuda", torch.cuda.current_device())
     chosen = Settings(wrap=Wrap(module_classes=["Block", "UnequalBlock"]), **settings)
     with torch.device("meta"):
@@ -144,11 +156,24 @@ def run_step(*, prefetches: bool = True, extras: Sequence[int] = (0,) * NUM_BLOC
         for block in cast(list[FSDPModule], list(model.blocks)):
             block.set_modules_to_backward_prefetch([block])
     materialize(model, device)
+    settle_root(cast(FSDPModule, model))
     x = torch.zeros(ROWS, WIDTH, device=device)
     model(x).backward()
+    model.change = change
     with keep_time() as timeline:
         model(x).backward()
     return timeline
+
+
+def assign(block: nn.Module) -> None:
+    cast(Any, torch.cuda.current_stream()).clock_s += 1.0
+    for parameter in block.parameters():
+        parameter.data = parameter.data * 2
+
+
+def load(block: nn.Module) -> None:
+    cast(Any, torch.cuda.current_stream()).clock_s += 1.0
+    block.load_state_dict(block.state_dict())
 
 
 def compare() -> None:
@@ -166,6 +191,10 @@ def compare() -> None:
         assert (first.begin_s, first.took_s) == pytest.approx((0, GATHER))
         assert last.begin_s == pytest.approx(GATHER + timeline.computed_s)
         assert last.took_s == pytest.approx(REDUCE)
+    # What a step writes into shards is gathered after it, though gathers run ahead of compute.
+    for change in (assign, load):
+        first = run_step(change=change).waits[0]
+        assert (first.begin_s, first.took_s) == pytest.approx((1, GATHER))
     # Gathered behind the reduction of the unit before instead of ahead of it: compute waits for both, block by block.
     late = run_step(prefetches=False).waits
     assert [wait.took_s for wait in late[1:-1]] == pytest.approx([GATHER + REDUCE] * (NUM_BLOCKS - 1))
