@@ -889,7 +889,8 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
 
     @override
     def on_train_end(self) -> None:
-        self._gathered.end_training()
+        if self._gathered_weights is not None:  # else an error came before these, and callbacks save nothing
+            self._gathered_weights.end_training()
         self._finish_comparison()
         self.finish_steps()
         self._writer.close()
