@@ -178,7 +178,7 @@ def train_plainly(folder: Path, **clipping: Any) -> Result:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     rows = make_rows(model.config.vocab_size)
     steps = [rows[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH] for step in range(NUM_STEPS)]
-    return train_stock(model, lambda step: model(**collate(steps[step])).loss, **clipping)
+    return train_stock(model, lambda step: model(**collate(steps[step])).loss, num_steps=NUM_STEPS, **clipping)
 
 
 def build_trainer(strategy: Any, *, callbacks: list[Any] | None = None, **options: Any) -> pl.Trainer:
