@@ -889,7 +889,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
 
     @override
     def on_train_end(self) -> None:
-        if self._gathered_weights is not None:  # as an error may come before it is there
+        if self._gathered_weights is not None:  # also called after an error, which may have come before
             self._gathered_weights.end_training()
         self._finish_comparison()
         self.finish_steps()
