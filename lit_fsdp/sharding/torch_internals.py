@@ -22,10 +22,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as _Redu
 
 # Drop it, with what uses it, when FSDP2 ends a forward that fails.
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
+from torch.nn.utils import stateless
 
 from lit_fsdp.sharding.replaced_method import ReplacedMethod
 
@@ -64,6 +65,27 @@ def _leave_inference_mode(function: Any) -> Any:
 # method that draws samples, no later step could use them. Seen in torch 2.13.
 for _name in ("init_all_gather_outputs", "init_unsharded_param"):
     setattr(FSDPParam, _name, _leave_inference_mode(getattr(FSDPParam, _name)))
+
+_call_with = stateless._functional_call
+
+
+def _refuse_to_call_with(module: nn.Module, tensors: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+    with torch.enable_grad():  # lists what a step has not gathered yet, see ``gather_when_used``
+        own: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
+    for name, tensor in tensors.items():
+        current = own.get(name)
+        is_sharded = isinstance(current, DTensor) and "shard" in (current.device_mesh.mesh_dim_names or ())
+        if is_sharded and current is not tensor:
+            raise RuntimeError(
+                f"functional_call: got another tensor for {name}, which is sharded: its unit gathers its own weights "
+                "and would compute with those; let the model be one unit, which a step may call with other weights: "
+                "wrap.policy min_size, with a min_num_params above the size of the model"
+            )
+    return _call_with(module, tensors, *args, **kwargs)
+
+
+# FSDP2 puts what it gathers in the place of the tensors that ``torch.func.functional_call`` was given.
+stateless._functional_call = _refuse_to_call_with  # type: ignore[assignment]
 
 _ROOTS: WeakSet[Any] = WeakSet()  # states of FSDP2
 
@@ -250,11 +272,39 @@ def gather_when_called(root: Any) -> None:
                 _wait_for_writes(state)
                 root.unshard()
 
-        infos = [parameter._module_info for parameter in group.fsdp_params]
-        holders = {module: None for info in infos for module in (info.module, *info.shared_modules)}
-        for module in dict.fromkeys((*root.children(), *holders)):
-            if module is not root:
-                module.register_forward_pre_hook(gather, prepend=True)
+        for module in dict.fromkeys((*root.children(), *_list_around(root, _list_holders(group)))):
+            module.register_forward_pre_hook(gather, prepend=True)
+
+
+def _list_holders(group: Any) -> list[nn.Module]:
+    """Return the modules that have the parameters of a unit as attributes."""
+    infos = [parameter._module_info for parameter in group.fsdp_params]
+    return list(dict.fromkeys(module for info in infos for module in (info.module, *info.shared_modules)))
+
+
+def _list_around(root: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return modules below a root, and those that they are in."""
+    inner = set(modules)
+    return [m for m in root.modules() if m is not root and not inner.isdisjoint(m.modules())]
+
+
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+class _Read(dict[str, Any]):
+    """The parameters of a module, with a function that is called before one is read as an attribute."""
+
+    def __init__(self, own: dict[str, Any], before: Callable[[], None]) -> None:
+        super().__init__(own)
+        self._before = before
+
+    def __getitem__(self, name: str) -> Any:
+        self._before()
+        return super().__getitem__(name)
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
 
 
 def list_gathered(parameter: Any) -> list[Tensor]:
@@ -283,10 +333,11 @@ def list_unreduced_gradients(parameter: Any) -> list[Tensor]:
     return [tensor for tensor in (gradient, None if held is gradient else held) if tensor is not None]
 
 
-def list_edited(model: nn.Module) -> list[str]:
-    """Return the parameters whose gathered form a forward has changed in place, or replaced: the shards know nothing.
+def list_edited(model: nn.Module, *, is_exact: bool) -> list[str]:
+    """Return the parameters whose gathered form was changed in place, or replaced: the shards know nothing.
 
-    FSDP2 fills them past their version counters. Changes through ``.data`` or ``detach()`` have counters of their own.
+    FSDP2 fills them past their version counters. Changes through ``.data`` have counters of their own: they are found
+    in what is gathered now, if gathers are exact.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found = []
@@ -298,9 +349,20 @@ def list_edited(model: nn.Module) -> list[str]:
         # A shard that says itself how it is gathered may make another tensor of what was sent.
         is_own = len(sources) != 1 or hasattr(shard.to_local(), "fsdp_post_all_gather")
         local = to_local(gathered)
-        if local._version or not (is_own or local.data_ptr() == sources[0].data_ptr()):
+        is_replaced = not is_own and local.data_ptr() != sources[0].data_ptr()
+        if local._version or is_replaced or (is_exact and not is_own and _differs(parameter, local)):
             found.append(names.get(id(gathered)) or names.get(id(shard)) or "a parameter")
     return found
+
+
+def _differs(parameter: Any, gathered: Tensor) -> bool:
+    """Whether a gathered parameter has other values than this rank's rows of it, where it is gathered."""
+    if parameter.sharded_state != ShardedState.UNSHARDED or parameter.fsdp_placement.dim:
+        return False
+    shard, place = parameter._sharded_param_data, parameter.mesh_info.shard_mesh_rank
+    rows = gathered.detach().view(-1)[place * shard.numel() : (place + 1) * shard.numel()]
+    own = shard[: rows.numel()].to(rows)
+    return not torch.equal(own.view(torch.uint8), rows.view(torch.uint8))  # numbers that are none are equal, too
 
 
 def to_local(tensor: Tensor) -> Tensor:
@@ -392,6 +454,59 @@ class UnitInternals:
         if self._group.reshard_after_backward:
             self._lets_go = (self._group.post_forward_mesh_info,)
             self._group.reshard_after_backward, self._group.post_forward_mesh_info = False, None
+
+    def gather_when_used(self) -> Callable[[], None]:
+        """Let the module's own parameters be gathered in a forward by what reads them; return what undoes it.
+
+        That is what gets or lists them while gradients are on, and a call, see ``gather_when_called``. Until then code
+        without gradients has the shards, as between steps, and so has ``state_dict``.
+        """
+        group, root = self._group, cast("Any", self.module)
+        state = root._get_fsdp_state()
+
+        def gather() -> None:
+            is_begun = group._training_state == TrainingState.FORWARD and torch.is_grad_enabled()
+            # A gather puts parameters in their places, and places may look what they have.
+            if is_begun and not group.is_unsharded and group._all_gather_result is None:
+                _wait_for_writes(state)
+                root.unshard()
+
+        def gather_and_list(list_members: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            gather()
+            return list_members(*args, **kwargs)
+
+        holders = _list_holders(group)
+        for module in holders:
+            module._parameters = _Read(module._parameters, gather)
+        around = (root, *_list_around(root, holders))
+        replaced = [ReplacedMethod(module, "_named_members", gather_and_list) for module in around]
+        # What looks after ``load_state_dict`` for the shards.
+        replaced += [ReplacedMethod(p, "reset_sharded_param", torch.no_grad()(_call)) for p in group.fsdp_params]
+
+        def undo() -> None:
+            for method in replaced:
+                method.remove()
+            for module in holders:
+                if isinstance(module._parameters, _Read):
+                    module._parameters = dict(module._parameters)
+
+        return undo
+
+    def begin_without_gather(self) -> None:
+        """Let the forward that begins next gather nothing of the module's own, see ``gather_when_used``."""
+
+        def begin(_: Any, __: nn.Module, *inputs: Any) -> Any:
+            replaced.remove()
+            self._group._training_state = TrainingState.FORWARD
+            return self._group._register_post_backward_hook(*inputs)
+
+        replaced = ReplacedMethod(self._group, "pre_forward", begin)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a compiler reads the module's own parameters, past hooks: in a module, or in a method of one."""
+        modules = [self.module, *_list_around(self.module, _list_holders(self._group))]
+        return any(m._compiled_call_impl is not None or _has_compiled(m) for m in modules)
 
     def call_before_backward(self, function: Callable[[], None]) -> ReplacedMethod:
         """Call a function whenever a backward reaches the unit, before it gathers; return what undoes it."""
@@ -512,6 +627,13 @@ class UnitInternals:
         """Take out everything that was put in."""
         while self._replaced:
             self._replaced.pop().remove()
+
+
+def _has_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` made the module, or something that it or its class has."""
+    own = [*vars(module).values(), *(value for kind in type(module).__mro__ for value in vars(kind).values())]
+    functions = (value for value in own if callable(value))
+    return "_orig_mod" in module._modules or any(hasattr(f, "_torchdynamo_orig_callable") for f in functions)
 
 
 def list_units(root: nn.Module) -> list[UnitInternals]:

@@ -696,6 +696,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         self._gathered.keep_toggles()
+        self._gathered.begin_step()
         output = super().training_step(*args, **kwargs)
         self._has_seen_step = True
         if self._goes_on_by_metrics:

@@ -32,6 +32,7 @@ class GatheredWeights:
         self._module = module
         self._is_automatic = module.automatic_optimization
         self._stays_gathered = not sharding.reshard_after_backward
+        self._is_exact = sharding.gather_bits is None
         roots = find_roots(module)
         units = {root: list_units(root) for root in roots}
         self._units = [unit for of_root in units.values() for unit in of_root]
@@ -40,6 +41,9 @@ class GatheredWeights:
         self._toggles: list[Callable[[], None]] = []  # of an evaluation
         # Of the run, where gathered weights stay until the step.
         self._toggles_of_kept = [follow_toggles(r) for r in roots if self._stays_gathered and self._is_automatic]
+        own = [unit for unit in self._units if unit.module is module and self._is_automatic and not unit.is_compiled]
+        self._gathers_late = own  # of the module itself, in a step
+        self._undo_late = [unit.gather_when_used() for unit in own]
         self._hooks: list[ReplacedMethod | RemovableHandle] = [
             *(u.call_before_backward(partial(_keep_for_inner, root, of)) for root, of in units.items() for u in of),
             *([] if self._is_automatic else (reshard_when_toggled(root) for root in roots)),
@@ -49,6 +53,8 @@ class GatheredWeights:
         """Take the hooks out of the module, and keep nothing of it."""
         while self._hooks:
             self._hooks.pop().remove()
+        while self._undo_late:
+            self._undo_late.pop()()
         self._let_go_of_kept()
 
     def begin_training(self) -> None:
@@ -64,6 +70,12 @@ class GatheredWeights:
         """Keep what hooks between micro-batches have frozen or unfrozen, which gathered weights would forget."""
         for find_toggled in self._toggles_of_kept:
             find_toggled()
+
+    def begin_step(self) -> None:
+        """Let ``training_step`` begin with shards, so that it can change weights until it uses some."""
+        for unit in self._gathers_late:
+            if not unit.is_gathered:
+                unit.begin_without_gather()
 
     def end_step(self) -> None:
         """Look what ``training_step`` has changed, and let go where no backward follows it."""
@@ -120,7 +132,7 @@ class GatheredWeights:
 
     def _warn_of_edited(self, place: str, answer: str) -> None:
         known = {f"{name}.weight" for name in list_limited(self._module)} | self._edited  # warned of already
-        if edited := [name for name in list_edited(self._module) if name not in known]:
+        if edited := [n for n in list_edited(self._module, is_exact=self._is_exact) if n not in known]:
             self._edited.update(edited)
             rank_zero.rank_zero_warn(
                 f"{place} changes {join_names(edited)}: this changes gathered copies of the weights, not the weights; "

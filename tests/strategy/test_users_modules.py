@@ -833,6 +833,8 @@ class UsesShards(Samples):
         loss = super().training_step(batch, index)
         if self.use == "penalty":
             return loss + sum(parameter.square().sum() for parameter in self.net.parameters())
+        if self.use == "others":
+            torch.func.functional_call(self.net, {"1.down.weight": torch.zeros(8, 16)}, batch["x"])
         if self.use == "product":
             return loss + (batch["x"].float() @ self.own).mean()
         return loss
@@ -855,6 +857,7 @@ class UsesShards(Samples):
         ("penalty", "got mixed torch.Tensor and DTensor", r"inside its forward.* take weight\.full_tensor\(\)"),
         ("norm", "not allocated yet", r"take torch\.nn\.utils\.get_total_norm for a norm"),
         ("numbers", "not supported for tensor subclasses", r"shards were read as plain.*full_tensor\(\) for all"),
+        ("others", "got another tensor for 1.down.weight, which is sharded", r"a min_num_params above the size"),
         ("save", "on an invalid python storage", r"get_model_state_dict with .*on rank 0 save_pretrained with that"),
         ("product", "to have the same dtype", r"give x\.to\(weight\.dtype\) to products of your own"),
     ],
@@ -1649,6 +1652,70 @@ def test_data_that_is_assigned_or_loaded_reaches_the_shards(tmp_path: Path) -> N
     compare(Assigns, tmp_path)
 
 
+class Momentum(Plain):
+    """Moves a teacher after its student, and prototypes to length 1, before a step uses them, as DINO and SwAV do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), Block(8), nn.Linear(8, 5))
+        self.teacher = deepcopy(self.net).requires_grad_(False)
+        self.prototypes, self.shift = nn.Linear(5, 1, bias=False), nn.Parameter(torch.zeros(6))
+
+    @torch.no_grad()
+    def move(self, index: int) -> None:
+        for own, theirs in zip(self.net.parameters(), self.teacher.parameters(), strict=True):
+            if index % 3 == 0:
+                theirs.data = theirs.data * 0.9 + own.data * 0.1
+            elif index % 3 == 1:
+                theirs.data.mul_(0.9).add_(own.detach().data, alpha=0.1)
+            else:
+                theirs.lerp_(own, 0.1)
+        self.prototypes.weight.copy_(nn.functional.normalize(self.prototypes.weight.data.clone()))
+
+    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+        self.move(index)
+        x = batch["x"] + self.shift
+        with torch.no_grad():
+            wanted = batch["y"] + self.teacher(x).mean(1, keepdim=True)
+        return nn.functional.mse_loss(self.prototypes(self.net(x)), wanted)
+
+
+class ReadsFirst(Plain):
+    """Reads its weights before it calls anything: for a penalty, and to compute with others near them."""
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        with torch.no_grad():
+            none = {name: torch.zeros(p.shape) for name, p in self.net.named_parameters()}
+            assert not torch.func.functional_call(self.net, none, batch["x"]).any()
+        penalty = torch.stack([p.square().sum() for p in self.parameters()]).sum()
+        near = {name: p + 0.1 * p.detach().sign() for name, p in self.net.named_parameters()}
+        return nn.functional.mse_loss(torch.func.functional_call(self.net, near, batch["x"]), batch["y"]) + penalty
+
+
+class SometimesOwn(Plain):
+    """Uses only a block in some steps, and nothing that is outside of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList([Block(6)]), nn.Linear(6, 1)
+
+    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+        hidden = self.blocks[0](batch["x"])
+        return ((self.head(hidden) if index % 2 else hidden) - batch["y"]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("build", [Momentum, ReadsFirst, SometimesOwn])
+def test_a_step_begins_with_shards_and_gathers_what_it_uses(
+    build: type[Plain], accumulated: int, tmp_path: Path
+) -> None:
+    compare(build, tmp_path, accumulate_grad_batches=accumulated)
+
+
 class Limited(Plain):
     """Limits the rows of an embedding, and says what became of them."""
 
@@ -1719,20 +1786,20 @@ def test_layers_that_each_rank_would_skip_for_itself_are_warned_about() -> None:
 
 
 class Edited(Plain):
-    """Changes its weights in a step, one of them whole, and others between steps."""
+    """Changes weights after their use in a step, one of them whole, and others between steps."""
 
     def __init__(self, edits: str) -> None:
         super().__init__()
         self.edits = edits
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
         if self.edits == "first":
-            with torch.no_grad():
-                self.net[2].weight.clamp_(-0.1, 0.1)
+            self.net[2].weight.data.mul_(0.9)
             self.net[2].bias.data = torch.zeros(1)
         if self.edits == "later" and (self.current_epoch, batch_idx) == (1, 2):
-            nn.init.zeros_(self.net[2].weight)
-        return super().training_step(batch, batch_idx)
+            nn.init.zeros_(self.net[2].bias)
+        return loss
 
     def on_train_batch_end(self, outputs: Any, batch: dict[str, Tensor], batch_idx: int) -> None:
         with torch.no_grad():
@@ -1743,7 +1810,7 @@ class Edited(Plain):
 
 SAID = {
     "first": "training_step changes net.2.weight, net.2.bias: ",
-    "later": "training_step or a hook changes net.2.weight: ",
+    "later": "training_step or a hook changes net.2.bias: ",
     "hook": "training_step or a hook changes net.0.weight: ",
 }
 
