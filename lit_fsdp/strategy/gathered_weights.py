@@ -17,7 +17,9 @@ from lit_fsdp.sharding.replaced_method import ReplacedMethod
 from lit_fsdp.sharding.shard import Sharding, find_roots, follow_toggles, reshard, reshard_when_toggled
 from lit_fsdp.sharding.torch_internals import UnitInternals, is_in_forward, list_edited, list_units
 
-_BETWEEN_STEPS = "do it in on_train_batch_end, before any forward there"
+_BETWEEN_STEPS = (
+    "do it first in training_step and under torch.no_grad(), or in on_train_batch_end before any forward there"
+)
 
 
 class GatheredWeights:
