@@ -7,17 +7,24 @@ goes on from there to the same weights.
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from gpu_cases import CASES, save_start, train_and_go_on
 from stand_in_gpu import TooEarlyError, WrongPlaceError, find_place, run_as_gpus
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import FSDPModule
 
+from lit_fsdp import CPUOffload, Mesh, MixedPrecision, Wrap
 from lit_fsdp.checkpoint import single_file
+from lit_fsdp.sharding.mesh import build_mesh
 from lit_fsdp.sharding.mixed_precision import ShardedGradScaler
+from lit_fsdp.sharding.parallelize import shard_module
+from lit_fsdp.sharding.settings import Settings
+from lit_fsdp.sharding.torch_internals import settle_root
 from ranks import RankError
 
 
@@ -86,6 +93,32 @@ def refuse() -> None:
 
 def test_the_stand_in_refuses_what_mixes_and_what_comes_too_early() -> None:
     run_as_gpus(refuse)
+
+
+def change_offloaded() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    mesh = build_mesh(Mesh(), device_type="cuda", world_size=dist.get_world_size(), ranks_per_node=2)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).requires_grad_(False)
+    settings = Settings(wrap=Wrap(module_classes=["Linear"]), cpu_offload=CPUOffload())
+    shard_module(model, settings, dtypes=MixedPrecision(), mesh=mesh, device=device, leaves_whole=False)
+    settle_root(cast(FSDPModule, model))
+    places = set()
+    model[1].register_load_state_dict_pre_hook(lambda _, values, *__: places.update(map(find_place, values.values())))
+    model(torch.ones(2, 4, device=device))
+    model.load_state_dict({name: torch.ones(value.shape) for name, value in model.state_dict().items()})
+    assert places == {"host"}  # nothing of what is loaded is on its way through the memory of the GPU
+    model(torch.ones(2, 4, device=device))
+    assert model(torch.ones(2, 4, device=device)).tolist() == [[21.0] * 4] * 2
+    model(torch.ones(2, 4, device=device))
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 2
+    assert model(torch.ones(2, 4, device=device)).tolist() == [[82.0] * 4] * 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_offloaded_shards_are_assigned_and_loaded_once_copies_of_them_are_over(world_size: int) -> None:
+    run_as_gpus(change_offloaded, world_size=world_size)
 
 
 # Of which others have each part.

@@ -22,7 +22,6 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -41,12 +40,13 @@ from lit_fsdp.sharding.low_bit import (
 from lit_fsdp.sharding.mixed_precision import cast_inputs
 from lit_fsdp.sharding.scalars import hold_scalars, reduce_after_backward, replicate_scalars
 from lit_fsdp.sharding.torch_internals import (
-    cut_shard,
     get_gathered,
     get_shard,
     iterate_sharded,
     let_gathers_wait,
+    make_shard,
     share_groups_after_forward,
+    wait_for_gathers,
 )
 from lit_fsdp.sharding.wrap import Unit
 
@@ -242,28 +242,29 @@ def shard_model(
     _set_prefetch(modules, plan, sharding)
     for module in modules.values():
         own = dict(module.named_parameters(recurse=False))
-        if places := {n: (p.shape, p.device_mesh, p.placements) for n, p in own.items() if isinstance(p, DTensor)}:
-            module.register_load_state_dict_pre_hook(partial(_shard_loaded, places))
-            if mesh.device_type != "cpu":
+        if specs := {name: p._spec for name, p in own.items() if isinstance(p, DTensor)}:
+            module.register_load_state_dict_pre_hook(partial(_shard_loaded, specs))
+            if mesh.device_type != "cpu" and isinstance(offload_policy, CPUOffloadPolicy):
+                module.register_load_state_dict_pre_hook(lambda *_: wait_for_gathers())
+            elif mesh.device_type != "cpu":
                 module.register_load_state_dict_post_hook(lambda *_: let_gathers_wait())
 
 
 def _shard_loaded(
-    places: Mapping[str, tuple[torch.Size, DeviceMesh, Sequence[Placement]]],
+    specs: Mapping[str, Any],
     module: nn.Module,  # noqa: ARG001  may have its weights gathered now: torch reshards them after this hook
     state_dict: dict[str, Any],
     prefix: str,
+    metadata: Mapping[str, Any],
     *_: Any,
 ) -> None:
-    """Let ``load_state_dict`` take whole tensors, of which each rank takes its part."""
-    for name, (shape, mesh, placements) in places.items():
+    """Let ``load_state_dict`` take whole tensors, of which each rank takes its part, where they are."""
+    for name, spec in specs.items():
         value = state_dict.get(f"{prefix}{name}")
-        if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == shape:
-            local = cut_shard(value.detach(), mesh, placements).contiguous()
-            stride = torch.empty(shape, device="meta").stride()
-            state_dict[f"{prefix}{name}"] = DTensor.from_local(
-                local, mesh, placements, run_check=False, shape=shape, stride=stride
-            )
+        if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == spec.shape:
+            shard = make_shard(value.detach(), spec)
+            is_kept = metadata.get("assign_to_params_buffers", False)
+            state_dict[f"{prefix}{name}"] = shard.to(spec.mesh.device_type) if is_kept else shard
 
 
 def _shard_unit(unit: Unit, members: list[nn.Module], sharding: Sharding, options: dict[str, Any]) -> None:

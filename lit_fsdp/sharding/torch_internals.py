@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import wraps
 from typing import Any, cast
@@ -21,7 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as _AllGathe
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as _ReduceScatter
 
 # Drop it, with what uses it, when FSDP2 ends a forward that fails.
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _from_local_no_grad
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -100,9 +101,18 @@ def _assign_data(self: DTensor, value: Tensor) -> None:
             rows = value.redistribute(self.device_mesh, self.placements).to_local()
         else:
             rows = cut_shard(value, self.device_mesh, self.placements)
-        local = self.to_local().data.copy_(rows)
+        local = self.to_local().data
+        if self.device_mesh.device_type != local.device.type:
+            wait_for_gathers()
+        local.copy_(rows)
     if local.is_cuda:
         let_gathers_wait()
+
+
+def make_shard(whole: Tensor, spec: Any) -> DTensor:
+    """Return this rank's part of a tensor that all ranks have, where that is: ``from_local`` would send it to a GPU."""
+    meta = spec.tensor_meta._replace(dtype=whole.dtype)
+    return _from_local_no_grad(cut_shard(whole, spec.mesh, spec.placements), replace(spec, tensor_meta=meta))
 
 
 def cut_shard(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
@@ -247,6 +257,13 @@ def let_gathers_wait() -> None:
     """Let gathers wait for what this stream has written to shards: FSDP2 does so once, at the beginning of a step."""
     for state in _ROOTS:
         _wait_for_writes(state)
+
+
+def wait_for_gathers() -> None:
+    """Let the host wait until gathers have copied what it is to change: a GPU comes to that later."""
+    for state in _ROOTS:
+        state._device_handle.current_stream().synchronize()
+        state._comm_ctx.all_gather_copy_in_stream.synchronize()
 
 
 def _wait_for_writes(state: Any) -> None:
