@@ -20,11 +20,23 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from lit_fsdp.sharding.torch_internals import call_after_backward, call_after_this_backward, will_end_backward
+from lit_fsdp.sharding.torch_internals import (
+    assign_data,
+    call_after_backward,
+    call_after_this_backward,
+    read_data,
+    will_end_backward,
+)
 
 _HELD: WeakSet[nn.Module] = WeakSet()
 _REDUCTIONS: WeakKeyDictionary[nn.Module, ReferenceType[Callable[[], None]]] = WeakKeyDictionary()
 _LINK = "plain_form"  # the attribute of the DTensor that holds its link
+
+
+class _Plain(nn.Parameter):
+    """Stays in the memory of its DTensor when values are assigned to its ``data``."""
+
+    data = property(read_data, assign_data)
 
 
 class _Link:
@@ -158,7 +170,7 @@ def _get_plain(module: nn.Module, parameter: Any) -> nn.Parameter:
     if link is None:
         value = parameter.detach().to_local()
         can_train = value.is_floating_point() or value.is_complex()
-        link = _Link(nn.Parameter(value, requires_grad=can_train))
+        link = _Link(_Plain(value, requires_grad=can_train))
         setattr(parameter, _LINK, link)
         reduction = _REDUCTIONS.get(module)  # none of a copy, of which no backward is reduced
         if can_train and reduction is not None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import wraps
 from typing import Any, cast
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -91,20 +91,36 @@ stateless._functional_call = _refuse_to_call_with  # type: ignore[assignment]
 _ROOTS: WeakSet[Any] = WeakSet()  # states of FSDP2
 
 
-def _assign_data(self: DTensor, value: Tensor) -> None:
+def read_data(self: Tensor) -> Tensor:
+    """Return what ``Tensor.data`` does, and know it: who keeps it has the values of now, whatever is assigned."""
+    given: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
+    # In its memory: parameters that weak references know cannot be converted, as ``to`` swaps them.
+    # ``to_local`` takes as long as all else here, for a gradient that this has not.
+    storage: Any = (given._local_tensor if isinstance(given, DTensor) else given).untyped_storage()
+    storage.given = [*(known for known in getattr(storage, "given", ()) if known() is not None), ref(given)]
+    return given
+
+
+@torch.no_grad()
+def assign_data(self: Tensor, value: Tensor) -> None:
     """Take over the values of a tensor, whole or in shards, where torch would change nothing that a step reads."""
     if value.shape != self.shape or value.dtype != self.dtype:
         own, got = (f"{tensor.dtype} of {list(tensor.shape)}" for tensor in (self, value))
         raise RuntimeError(f"data = ...: got {got} for shards of {own}: shape and dtype are fixed")
-    with torch.no_grad():
-        if isinstance(value, DTensor):
-            rows = value.redistribute(self.device_mesh, self.placements).to_local()
-        else:
-            rows = cut_shard(value, self.device_mesh, self.placements)
-        local = self.to_local().data
-        if self.device_mesh.device_type != local.device.type:
-            wait_for_gathers()
-        local.copy_(rows)
+    local, rows = to_local(self.detach()), value
+    if isinstance(self, DTensor):
+        place = self.device_mesh, self.placements
+        rows = value.redistribute(*place).to_local() if isinstance(value, DTensor) else cut_shard(value, *place)
+    elif isinstance(value, DTensor):
+        rows = value.full_tensor()
+    for known in getattr(local.untyped_storage(), "given", ()):
+        given = known()
+        part: Any = None if given is None else to_local(given)
+        if part is not None and given is not value and part.data_ptr() == local.data_ptr():
+            part.set_(part.clone())
+    if isinstance(self, DTensor) and self.device_mesh.device_type != local.device.type:
+        wait_for_gathers()
+    local.copy_(rows)
     if local.is_cuda:
         let_gathers_wait()
 
@@ -123,7 +139,7 @@ def cut_shard(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) 
     return whole
 
 
-DTensor.data = property(Tensor.data.__get__, _assign_data)  # type: ignore[assignment,attr-defined]
+DTensor.data = property(read_data, assign_data)  # type: ignore[assignment]
 
 
 class _TakesMemory:

@@ -1716,6 +1716,33 @@ def test_a_step_begins_with_shards_and_gathers_what_it_uses(
     compare(build, tmp_path, accumulate_grad_batches=accumulated)
 
 
+class Averaged(Plain):
+    """Has the average of its weights take their place for a moment, and clamps a scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.averages: dict[str, Tensor] = {}
+
+    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+        return super().training_step({**batch, "x": batch["x"] * self.scale}, index) - self.scale
+
+    def on_train_batch_end(self, outputs: Any, batch: dict[str, Tensor], index: int) -> None:
+        self.scale.data = torch.clamp(self.scale.data, 0, 1.25)
+        parameters, kept = dict(self.named_parameters()), {}
+        for name, p in parameters.items():
+            self.averages[name] = 0.5 * p.data + 0.5 * self.averages.get(name, p.data.clone())
+            kept[name], p.data = p.data, self.averages[name]
+        assert to_full(parameters["net.0.bias"]).equal(to_full(self.averages["net.0.bias"]))
+        for name, p in parameters.items():
+            p.data = kept[name]
+
+
+def test_data_that_is_kept_has_the_values_from_before_others_were_assigned(tmp_path: Path) -> None:
+    compare(Averaged, tmp_path)
+    assert 1.0 < torch.load(tmp_path / "sharded")["scale"] <= 1.25
+
+
 class Limited(Plain):
     """Limits the rows of an embedding, and says what became of them."""
 
