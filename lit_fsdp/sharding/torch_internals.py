@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,6 +13,7 @@ from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.autograd import Variable
@@ -140,6 +142,29 @@ def cut_shard(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) 
 
 
 DTensor.data = property(read_data, assign_data)  # type: ignore[assignment]
+
+
+_PLACES: set[tuple[str, int]] = set()  # in code, as was said
+
+
+def _read_number(read: Callable[..., Any], args: tuple[Any, ...], _: dict[str, Any]) -> Any:
+    """Return a number as torch does, of what this rank holds, and say so where that is not all."""
+    tensor, frame = args[0], sys._getframe(1)
+    if tensor.device_mesh.size() > 1 and not all(placement.is_replicate() for placement in tensor.placements):
+        while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "lightning"):
+            frame = frame.f_back
+        place = frame.f_code.co_filename, frame.f_lineno
+        if place not in _PLACES:
+            _PLACES.add(place)
+            rank_zero.rank_zero_warn(
+                "{}:{} takes a number of what is computed from shards: it is what the rows of this rank give; "
+                "take full_tensor() first, on all ranks, see docs/limits.md".format(*place)
+            )
+    return read(tensor._local_tensor)
+
+
+# For ``item``, ``float``, ``bool`` and ``if``.
+DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _read_number
 
 
 class _TakesMemory:

@@ -868,6 +868,32 @@ def test_an_error_that_sharding_leads_to_says_what_to_do(use: str, error: str, m
         run_ranks(partial(train, **options), partial(UsesShards, use), tmp_path / "out", True)
 
 
+class TakesNumbers(Samples):
+    """Looks at gradients as one does on one device, and as one should."""
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        gradients: list[Any] = [parameter.grad for parameter in self.net.parameters()]
+        assert all(float(to_full(gradient.norm())) >= gradient.norm().item() for gradient in gradients)
+        assert torch.nn.utils.get_total_norm(gradients).item() > 0
+        if not gradients[0].abs().sum():
+            raise AssertionError
+
+
+def warn_of_numbers(out: Path, world_size: int) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(TakesNumbers, out, True)
+    said = [str(w.message).split(" ")[0] for w in caught if "takes a number of what is computed from" in str(w.message)]
+    assert [place.rpartition(":")[0] for place in said] == [__file__] * 2 * (world_size > 1 and dist.get_rank() == 0)
+    assert len(set(said)) == len(said)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_numbers_of_this_ranks_rows_are_warned_about_once_a_place(world_size: int, tmp_path: Path) -> None:
+    run_ranks(warn_of_numbers, tmp_path / "out", world_size, world_size=world_size)
+
+
 class Timed(nn.Module):
     """Makes an embedding of the time in float32 and gives it to a layer of its own, as diffusion models do."""
 
