@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lit_fsdp.checkpoint.remote import Location, is_remote, locate, locate_local
+from lit_fsdp.strategy.trainer_settings import count_steps_of_epochs, get_accumulation
 
 
 @runtime_checkable
@@ -64,21 +65,24 @@ def count_planned_steps(trainer: Trainer) -> float:
     """Return at which step a run ends, infinity if it has no end, or data that does not know its length decides.
 
     Where epochs end a run that is resumed, those behind it may have had other steps than one has now, by other data or
-    another global batch. They are known from when training starts.
+    another global batch. They are known from when training starts. Lightning counts as if all epochs accumulated as
+    the first one does.
     """
-    steps = trainer.estimated_stepping_batches
+    steps = trainer.estimated_stepping_batches  # sets the data up
     if steps < 0:
         return math.inf
-    if not trainer.global_step or not trainer.lightning_module.automatic_optimization:
-        return steps
-    max_epochs, num_micro_batches = trainer.max_epochs or 0, trainer.accumulate_grad_batches
-    if max_epochs <= 0 or math.isinf(trainer.num_training_batches):
+    max_epochs = trainer.max_epochs or 0
+    is_counted = max_epochs > 0 and trainer.lightning_module.automatic_optimization
+    if not is_counted or math.isinf(trainer.num_training_batches):
         return steps
     loop: Any = trainer.fit_loop
     epochs, batches = loop.epoch_progress.current, loop.epoch_loop.batch_progress.current
-    in_epoch = math.ceil(trainer.num_training_batches / num_micro_batches)
-    begun = batches.processed if epochs.started > epochs.processed else 0
-    left = (max_epochs - epochs.processed) * in_epoch - min(math.ceil(begun / num_micro_batches), in_epoch)
+    first = epochs.processed
+    begun = batches.processed if epochs.started > first else 0
+    in_epoch = count_steps_of_epochs(trainer, first, first + 1)
+    # Saved between the micro-batches of a step, it is yet to be made.
+    made = in_epoch if begun >= trainer.num_training_batches else begun // get_accumulation(trainer, first)
+    left = count_steps_of_epochs(trainer, min(first, max_epochs), max_epochs) - min(made, in_epoch)
     total = trainer.global_step + max(left, 0)
     return total if trainer.max_steps == -1 else min(total, trainer.max_steps)
 

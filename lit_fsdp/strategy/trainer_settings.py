@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -106,9 +108,26 @@ def check_numbers(settings: Mapping[str, Any]) -> None:
 
 def count_micro_batches(trainer: pl.Trainer) -> int | None:
     """Return how many micro-batches a step accumulates, ``None`` if a callback changes that."""
+    return None if _list_schedulers(trainer) else trainer.accumulate_grad_batches
+
+
+def _list_schedulers(trainer: pl.Trainer) -> list[GradientAccumulationScheduler]:
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    is_scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks)
-    return None if is_scheduled else trainer.accumulate_grad_batches
+    return [callback for callback in callbacks if isinstance(callback, GradientAccumulationScheduler)]
+
+
+def get_accumulation(trainer: pl.Trainer, epoch: int) -> int:
+    """Return how many micro-batches a step of an epoch accumulates."""
+    schedulers = _list_schedulers(trainer)
+    return schedulers[-1].get_accumulate_grad_batches(epoch) if schedulers else trainer.accumulate_grad_batches
+
+
+def count_steps_of_epochs(trainer: pl.Trainer, first: int, end: int) -> int:
+    """Return how many optimizer steps the epochs from ``first`` to before ``end`` have, as the data is known to be."""
+    changes = {epoch for scheduler in _list_schedulers(trainer) for epoch in scheduler.scheduling}
+    bounds = sorted({first, end, *(epoch for epoch in changes if first < epoch < end)})
+    num_batches = trainer.num_training_batches
+    return sum((b - a) * math.ceil(num_batches / get_accumulation(trainer, a)) for a, b in pairwise(bounds))
 
 
 def derive_accumulation(trainer: pl.Trainer, data: object, *, is_resumed: bool | None) -> None:
@@ -176,9 +195,7 @@ def settle_accumulation(trainer: pl.Trainer, data: object) -> None:
     Raises:
         ValueError: The run is not a resumed one.
     """
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, GradientAccumulationScheduler):
-            trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
+    trainer.accumulate_grad_batches = get_accumulation(trainer, trainer.current_epoch)
     derived = _DERIVED.get(trainer)
     if derived is not None and derived.problem:
         if trainer.ckpt_path is None:

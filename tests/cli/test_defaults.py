@@ -128,7 +128,7 @@ def test_each_setting_leaves_out_what_it_is_about(settings: dict[str, Any], miss
     ],
 )
 def test_a_run_logs_each_step_or_fifty_of_them_at_least(num_steps: float, interval: int) -> None:
-    trainer: Any = SimpleNamespace(estimated_stepping_batches=num_steps, log_every_n_steps=1, global_step=0)
+    trainer: Any = SimpleNamespace(estimated_stepping_batches=num_steps, log_every_n_steps=1, max_epochs=-1)
     LogInterval().on_train_start(trainer, LightningModule())
     assert trainer.log_every_n_steps == interval
 

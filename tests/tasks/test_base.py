@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from differences import find_largest
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import nn
@@ -336,6 +337,30 @@ def test_a_schedule_ends_with_a_resumed_run_that_has_other_steps_in_an_epoch(
         assert resumed.rates == pytest.approx([1 - step / last_step for step in range(saved_at, last_step)])
         steps = [str(w.message) for w in said if "steps of the run" in str(w.message)]
         assert steps == [f"resume: steps of the run was 20 in the checkpoint, is {last_step} now"] * (last_step != 20)
+
+    run_ranks(body, world_size=1)
+
+
+@pytest.mark.full(after=1)
+@pytest.mark.parametrize("scheduling", [{0: 1, 1: 2}, {0: 3, 1: 1}])
+def test_a_schedule_ends_with_a_run_whose_accumulation_changes_and_a_resume_goes_on_in_it(
+    scheduling: dict[int, int], tmp_path: Path
+) -> None:
+    def fit(*callbacks: pl.Callback, path: Path | None = None) -> list[float]:
+        module = Resized(20, 2)
+        callbacks = (GradientAccumulationScheduler(scheduling), *callbacks)
+        build_trainer(FSDP2Strategy(), callbacks=[*callbacks], max_epochs=2, max_steps=-1).fit(module, ckpt_path=path)
+        return module.rates
+
+    def body() -> None:
+        first, second = (math.ceil(10 / scheduling[epoch]) for epoch in (0, 1))
+        saved = [tmp_path / "in the first.ckpt", tmp_path / "in the second.ckpt"]
+        rates = fit(SaveInEpoch(saved[0], 2), SaveInEpoch(saved[1], first + 2))
+        steps = [*(i // scheduling[0] for i in range(10)), *(first + i // scheduling[1] for i in range(10))]
+        assert rates == pytest.approx([1 - step / (first + second) for step in steps])
+        for path in saved:
+            resumed = fit(path=path)
+            assert resumed == pytest.approx(rates[-len(resumed) :])
 
     run_ranks(body, world_size=1)
 
