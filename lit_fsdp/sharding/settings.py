@@ -61,6 +61,12 @@ class Settings:
                 f"mesh.tensor: got {sizes.tensor} with float8: torchao scales by the largest number of a whole weight, "
                 "of which each rank has a part; set mesh.tensor to 1, or leave float8 out"
             )
+        if sizes.tensor > 1 and self.compile is not None and self.compile.dynamic is not False:
+            # The compiler follows sizes through DTensor without an end, seen in torch 2.13 and 2.15.
+            raise ValueError(
+                f"compile.dynamic: got {self.compile.dynamic} with mesh.tensor {sizes.tensor}: torch cannot compile "
+                "split layers for changing sizes; set false"
+            )
         reduced = self.mixed_precision.reduce_dtype if self.mixed_precision is not None else None
         if self.sharding.reduce_bits is not None and reduced not in (None, "float32"):
             raise ValueError(

@@ -24,7 +24,7 @@ from training import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lit_fsdp import ActivationCheckpointing, CPUOffload, Mesh, Sharding
+from lit_fsdp import ActivationCheckpointing, Compile, CPUOffload, Mesh, Sharding
 from lit_fsdp.adapters.inject import add_adapters
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.callbacks import CommunicationLogger
@@ -79,8 +79,9 @@ def check_export(checkpoint: Path, out: Path, run: Result) -> None:
         pytest.param(
             SPLIT, 4, {"sharding": Sharding(no_sync=True)}, {"accumulate_grad_batches": 2}, marks=pytest.mark.full
         ),
+        pytest.param(SPLIT, 2, {"compile": Compile(backend="aot_eager", dynamic=False)}, {}, marks=pytest.mark.full),
     ],
-    ids=["2x2", "1x2", "2x1x2", "offload", "no_sync"],
+    ids=["2x2", "1x2", "2x1x2", "offload", "no_sync", "compiled"],
 )
 def test_split_layers_train_as_whole_ones_do(
     tmp_path: Path,
@@ -93,6 +94,13 @@ def test_split_layers_train_as_whole_ones_do(
     folder, truth = tied
     run = train_sharded(folder, tmp_path, world_size=num_ranks, strategy={"mesh": mesh, **strategy}, **options)
     assert {name: d for name, d in list_differences(run, truth).items() if d > TOLERANCE} == {}
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_split_layers_are_compiled_for_fixed_sizes_only(dynamic: bool | None) -> None:
+    settings = Settings(mesh=SPLIT, compile=Compile(backend="aot_eager", dynamic=dynamic))
+    with pytest.raises(ValueError, match=rf"compile.dynamic: got {dynamic} with mesh.tensor 2: .*; set false"):
+        settings.check(world_size=2, ranks_per_node=2, device=torch.device("cpu"))
 
 
 @pytest.mark.full
