@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from lit_fsdp.parsing.config_files import list_left_out
 from lit_fsdp.parsing.mappings import find_settings
 from lit_fsdp.redaction import redact_yaml
 from lit_fsdp.reporting.lost_logs import outlive_lost_log
+from lit_fsdp.strategy.trainer_settings import list_checkpoint_folders
 
 
 class SaveRunConfig(SaveConfigCallback):
@@ -43,13 +47,20 @@ class SaveRunConfig(SaveConfigCallback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._save_once(trainer, pl_module)
+        if trainer.is_global_zero:
+            with suppress(OSError):  # then the checkpoints are found by their own path only
+                link_checkpoints(trainer, Path(self.fallback_dir))
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "validate":  # in a fit, training may yet be refused
             self._save_once(trainer, pl_module)
 
-    on_test_start = on_predict_start = on_fit_end = on_train_start
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._save_once(trainer, pl_module)
+
+    on_test_start = on_predict_start = on_fit_end
 
     def _save_once(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero and not self.already_saved:
@@ -78,6 +89,24 @@ class SaveRunConfig(SaveConfigCallback):
         settings = _drop_null(yaml.safe_load(text), yaml.safe_load(given))
         version = text.partition("\n")[0]  # of Lightning, as a comment
         return f"{version}\n{yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=2**20)}"
+
+
+def link_checkpoints(trainer: Trainer, run_root: Path) -> None:
+    """Let the folder of the runs of a name lead to checkpoints that lie elsewhere, as where loggers are given.
+
+    There ``--ckpt_path last`` and commands that are given that folder look for them.
+    """
+    for folder in list_checkpoint_folders(trainer):
+        known = [place.resolve() for place in run_root.glob("version_*/checkpoints")]
+        if not isinstance(folder, Path) or (place := folder.resolve()) in known:
+            continue
+        if place.is_relative_to(run_root.resolve()):
+            continue
+        for number in count():
+            with suppress(FileExistsError):
+                (version := run_root / f"version_{number}").mkdir(parents=True)
+                (version / "checkpoints").symlink_to(os.path.relpath(place, version.resolve()))
+                break
 
 
 def _drop_null(value: Any, given: Any, owner: Any = None) -> Any:

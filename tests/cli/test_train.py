@@ -398,6 +398,18 @@ def test_ckpt_path_last_finds_the_earlier_run_and_the_command_line_wins_over_its
     assert saved["model"]["init_args"]["size"]["width"] == 9
 
 
+def test_last_goes_on_with_the_run_of_its_name_where_a_logger_puts_checkpoints_elsewhere(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    logger = "{class_path: CSVLogger, init_args: {save_dir: logs}}"
+    run = ["fit", "--config=run.yaml", f"--trainer.logger={logger}", "--ckpt_path=last"]
+    assert main([*run, "--run_name=sweep/a"]) == 0
+    for name, steps in (("b", 1), ("a", 3), ("a", 4)):
+        assert main([*run, f"--run_name=sweep/{name}", f"--trainer.max_steps={steps}"]) == 0
+        assert f"1 (now at {steps})" in capfd.readouterr().out
+    assert len([*(folder / "logs").glob("*/version_*/checkpoints/last.ckpt")]) == 4
+
+
 def test_the_best_checkpoint_of_another_process_is_refused_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("fit", "validate"):
         assert main([command, "--config=run.yaml", "--ckpt_path=best"]) == 2
