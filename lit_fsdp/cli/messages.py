@@ -146,17 +146,23 @@ def describe_exception(
         return f"out of memory: {line.splitlines()[0]}"  # where it was is in the report
     if (meaning := _describe_known(line)) is not None:
         return meaning
+    if line.startswith("Caught ") and " in DataLoader worker process " in line.splitlines()[0]:
+        return _read_worker_error(line, trusted) if isinstance(error, ValueError | TypeError | RuntimeError) else None
     if isinstance(error, PermissionError) and error.filename is not None and _comes_from(error, trusted):
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
+    last = _find_last(error.__traceback__)
     if last is None or not _is_inside(last.tb_frame.f_code.co_filename, trusted):
         return None
     # Not the frame's own last instruction, which is that of a `finally` or `with` around the raise.
     raised_here = dis.opname[last.tb_frame.f_code.co_code[last.tb_lasti]] == "RAISE_VARARGS"
     is_refusal = (raised_here or is_building) and isinstance(error, ValueError | TypeError | RuntimeError)
     return line if is_refusal or isinstance(error, FileNotFoundError | ImportError) else None
+
+
+def _find_last(trace: TracebackType | None) -> TracebackType | None:
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace
 
 
 def _describe_known(line: str) -> str | None:
@@ -179,6 +185,16 @@ def _describe_known(line: str) -> str | None:
             "uninstall mpi4py, or put an MPI library where it looks, such as by LD_LIBRARY_PATH"
         )
     return None
+
+
+def _read_worker_error(text: str, trusted: Iterable[str]) -> str | None:
+    """Return what a worker of a DataLoader was refused with, out of the traceback that torch makes the message of."""
+    *_, last = text.split("Traceback (most recent call last):\n")
+    trace, _, said = re.split(r"^(?! ).*?(: |$)", last, maxsplit=1, flags=re.MULTILINE)
+    *_, frame = trace.split('  File "')
+    filename, _, code = frame.partition('"')
+    raised_here = code.partition("\n    ")[2].startswith("raise ")
+    return said.strip() if raised_here and _is_inside(filename, trusted) else None
 
 
 def _comes_from(error: BaseException, packages: Iterable[str]) -> bool:

@@ -1,18 +1,21 @@
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from report_runs import TinyTask
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from lit_fsdp.cli.messages import describe_exception
 from lit_fsdp.strategy import launcher
 from lit_fsdp.strategy.launcher import PatientObserver, describe_failed, outlive_children
+from lit_fsdp.tasks.row_files import Row, check_rows, make_bad, parse_json
 
 
 def test_what_was_killed_leaves_no_message_and_that_is_said() -> None:
@@ -29,6 +32,31 @@ def test_a_killed_reader_of_data_is_one_line() -> None:
     assert line.startswith("DataLoader worker (pid 25034) is killed by signal: Killed")
     assert "set num_workers of the data lower" in line
     assert describe_exception(RuntimeError("DataLoader worker (pid 2) exited unexpectedly")) is None
+
+
+class _OneRow(Dataset[Any]):
+    def __init__(self, read: Callable[[], Any]) -> None:
+        self.read = read
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Any:
+        return self.read()
+
+
+@pytest.mark.full
+def test_what_our_code_refuses_while_another_process_reads_data_is_one_line() -> None:
+    def refuse() -> Row:
+        return next(check_rows([make_bad("cats/a: b.png", "cannot be read")]))
+
+    def fail() -> Any:
+        return parse_json("{")  # an error of json
+
+    for read, line in ((refuse, "cats/a: b.png: cannot be read"), (fail, None)):
+        with pytest.raises((ValueError, RuntimeError), match="in DataLoader worker process 0") as caught:
+            next(iter(DataLoader(_OneRow(read), num_workers=1, multiprocessing_context="fork")))
+        assert describe_exception(caught.value) == line
 
 
 def test_a_missing_gpu_is_named_with_the_way_out() -> None:
