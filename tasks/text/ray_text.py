@@ -1,8 +1,12 @@
 """Text that Ray Data tokenizes on a cluster and streams into training: never all of it on one machine."""
 
+import io
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from functools import cache
-from pathlib import Path
+from itertools import chain, islice
+from pathlib import Path, PurePath
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -16,6 +20,7 @@ from lit_fsdp.tasks.loading import NEW_RUN, mix_seeds, read_loader_states
 from lit_fsdp.tasks.row_files import Row, drop_filled, refuse_splits
 from lit_fsdp.tasks.text.batches import TokenRow, stack_rows
 from lit_fsdp.tasks.text.data import TextData
+from lit_fsdp.tasks.text.files import read_file
 from lit_fsdp.tasks.text.messages import RowError
 from lit_fsdp.tasks.text.preview import Preview
 from lit_fsdp.tasks.text.rows import RowFormat
@@ -23,7 +28,8 @@ from lit_fsdp.tasks.text.streaming import Document, EndlessLoader, RowMaker, Str
 from lit_fsdp.tasks.text.tokenizer import get_pad_id, load_tokenizer
 from lit_fsdp.tasks.text.tokens import NUM_AT_ONCE, Encoder, encode_rows
 
-_READERS = {".parquet": "read_parquet", ".jsonl": "read_json", ".json": "read_json", ".csv": "read_csv"}
+_KINDS = ([".parquet"], [".jsonl", ".json"], [".csv"])
+_ROW = "row of lit_fsdp"  # the column of rows that our own readers have read, as JSON
 _SHARD = "train"
 _AHEAD = 4  # blocks of documents that a rank fetches while it trains
 _SHUFFLED_AT_ONCE = 10_000  # documents
@@ -62,14 +68,18 @@ class RayTextData(TextData):
             raise ValueError(f"share: got {self.share!r}: Ray deals documents out by speed already; leave it out")
         refuse_empty("train", train, "files, or a folder of files")
         self.train = [train] if isinstance(train, str) else list(train)
-        self.reader = _choose_reader(self.train)
+        self.suffixes = _choose_kind(self.train)
 
     def make_ray_datasets(self) -> dict[str, Any]:
         """Return what a ``TorchTrainer`` takes as ``datasets``: tokens of the training documents, by ``ray.data``."""
         import ray.data
 
         paths = [source if is_remote(source) else _make_absolute(source) for source in self.train]
-        rows = getattr(ray.data, self.reader)(paths, **({"shuffle": "files"} if self.shuffle else {}))
+        shuffled = {"shuffle": "files"} if self.shuffle else {}
+        if self.suffixes == [".parquet"]:
+            rows = ray.data.read_parquet(paths, **shuffled)
+        else:
+            rows = ray.data.read_datasource(_make_source(paths, self.suffixes, **shuffled))
         tokenizer = str(self.tokenizer_setting)
         settings = {
             "tokenizer": _make_absolute(tokenizer) if Path(tokenizer).expanduser().is_dir() else tokenizer,
@@ -188,6 +198,52 @@ class PassLoader(EndlessLoader):
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _StoredFile:
+    """A file as our readers take it, of a store that Ray has found."""
+
+    path: str
+    store: Any
+
+    @property
+    def suffix(self) -> str:
+        return PurePath(self.path).suffix
+
+    def open(self, _: str) -> io.BufferedReader:
+        return io.BufferedReader(self.store.open_input_stream(self.path))
+
+    def __str__(self) -> str:
+        return self.path
+
+
+def read_tables(path: str, store: Any) -> Iterator[Any]:
+    """Yield tables of the rows of a file that is no Parquet, each row with its place as JSON.
+
+    Ray's own readers guess what text means: 007 is a number then, and an argument of a tool a point in time.
+
+    Args:
+        path: In the store.
+        store: A file system of Arrow.
+    """
+    import pyarrow as pa  # type: ignore[import-untyped]
+
+    file: Any = _StoredFile(path=path, store=store)
+    rows = read_file(file, txt_documents="file")
+    while chunk := [json.dumps(asdict(row)) for row in islice(rows, NUM_AT_ONCE)]:
+        yield pa.table({_ROW: chunk})
+
+
+def _make_source(paths: list[str], suffixes: list[str], **options: Any) -> Any:
+    """Return files for Ray Data, which ``read_tables`` reads."""
+    from ray.data.datasource import FileBasedDatasource
+
+    class FileRows(FileBasedDatasource):  # type: ignore[misc, unused-ignore]
+        def _read_stream(self, _: Any, path: str) -> Iterator[Any]:
+            return read_tables(path, self._filesystem)  # private, seen in Ray 2.60
+
+    return FileRows(paths, file_extensions=[suffix.removeprefix(".") for suffix in suffixes], **options)
+
+
 def tokenize(
     table: Any, *, tokenizer: str, chat_template: str | None, row_format: RowFormat, skips_bad_rows: bool
 ) -> Any:
@@ -196,7 +252,7 @@ def tokenize(
     Raises:
         ValueError: On the first bad row, unless they are skipped.
     """
-    import pyarrow as pa  # type: ignore[import-untyped]
+    import pyarrow as pa
 
     encoder = _make_encoder(tokenizer, chat_template, row_format)
     found: list[Any] = []
@@ -213,6 +269,8 @@ def tokenize(
 
 
 def _make_row(fields: dict[str, Any]) -> Row:
+    if _ROW in fields:
+        return Row(**json.loads(fields[_ROW]))
     # A table gives every row all columns that any row has.
     own = drop_filled({name: value for name, value in fields.items() if value is not None})
     return Row(where=f"the row {repr(own)[:80]}", fields=own)
@@ -231,19 +289,20 @@ def _make_absolute(path: str) -> str:
     return str(Path(path).expanduser().absolute())
 
 
-def _choose_reader(sources: list[str]) -> str:
-    """Return the name of what reads all sources in ``ray.data``."""
+def _choose_kind(sources: list[str]) -> list[str]:
+    """Return the suffixes of what all sources are."""
     suffixes: set[str] = set()
     for source in sources:
         folder = Path(source).expanduser()
         inside_it = [path for path in folder.iterdir() if not path.name.startswith(".")] if folder.is_dir() else []
-        read = [path for path in inside_it if path.suffix in _READERS]
+        read = [path for path in inside_it if path.suffix in chain(*_KINDS)]
         refuse_splits(folder, [path.name for path in read])
         inside = {path.suffix for path in read} if folder.is_dir() else {folder.suffix}
         suffixes |= inside or {""}
-    readers = {_READERS.get(suffix) for suffix in suffixes}
-    if len(readers) == 1 and (found := readers.pop()) is not None:
-        return found
-    raise ValueError(
-        f"train: got {', '.join(sources) or 'nothing'}: expected files or folders of one kind: {', '.join(_READERS)}"
-    )
+    kind = next((kind for kind in _KINDS if suffixes and suffixes <= set(kind)), None)
+    if kind is None:
+        raise ValueError(
+            f"train: got {', '.join(sources) or 'nothing'}: expected files or folders of one kind: "
+            f"{', '.join(chain(*_KINDS))}"
+        )
+    return kind

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.json
+import pyarrow.fs
 import pytest
 
 from lit_fsdp.sharding.mesh import DataRanks
 from lit_fsdp.tasks import RayTextData, TextData, TrainTokenizer
 from lit_fsdp.tasks.text.batches import PackedRows, stack_rows
-from lit_fsdp.tasks.text.ray_text import PassLoader, StreamedRows, tokenize
+from lit_fsdp.tasks.text.ray_text import PassLoader, StreamedRows, read_tables, tokenize
 from lit_fsdp.tasks.text.rows import RowFormat
 from lit_fsdp.tasks.text.streaming import Document, HeldDocuments
 from lit_fsdp.tasks.text.tokenizer import train_tokenizer
@@ -78,21 +78,44 @@ def test_a_resumed_stream_begins_a_new_pass_and_says_so() -> None:
     assert opened[-1] == 3
 
 
-def test_ray_makes_the_tokens_that_text_data_makes(folder: str, tmp_path: Path) -> None:
-    chat = [{"role": "user", "content": "What is two?"}, {"role": "assistant", "content": "One more."}]
-    rows = [{"text": text} for text in TEXTS] + [{"prompt": "What", "completion": "word 3"}, {"messages": chat}]
-    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|endoftext|>{% endfor %}"
+CHAT = [{"role": "user", "content": "What is two?"}, {"role": "assistant", "content": "One more."}]
+CALL = {"function": {"name": "f", "arguments": {"day": "2020-01-01", "n": 1, "none": None}}}
+OTHER_CALL = {"function": {"name": "g", "arguments": {"n": 1.5, "day": ["a"]}}}
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        (
+            "rows.jsonl",
+            [
+                *[{"text": text} for text in (*TEXTS, "2020-01-01")],
+                {"prompt": "What", "completion": "word 3"},
+                {"messages": CHAT},
+                {"messages": [CHAT[0], {"role": "assistant", "tool_calls": [CALL, OTHER_CALL]}]},
+            ],
+        ),
+        ("dates.jsonl", [{"text": "2020-01-01"}]),
+        ("rows.csv", 'prompt,completion\n"1\nis ",007\n2,1.50\n'),
+    ],
+)
+def test_ray_makes_the_tokens_that_text_data_makes(name: str, rows: Any, folder: str, tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content or (m.tool_calls | tojson) }}<|endoftext|>{% endfor %}"
+    )
     template += "{% if add_generation_prompt %}<assistant>{% endif %}"
-    (tmp_path / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    path = tmp_path / name
+    path.write_text(rows if isinstance(rows, str) else "".join(f"{json.dumps(row)}\n" for row in rows))
     settings = {"tokenizer": folder, "chat_template": template, "seq_length": 16}
-    on_disk = TextData(train=str(tmp_path / "train.jsonl"), cache_dir=str(tmp_path / "cache"), **settings)
+    on_disk = TextData(train=str(path), cache_dir=str(tmp_path / "cache"), **settings)
     on_disk.setup("fit")
     store = on_disk.train_dataloader().dataset.store  # type: ignore[attr-defined]
-    data = RayTextData(train=str(tmp_path / "train.jsonl"), **settings)
+    data = RayTextData(train=str(path), **settings)
     given = {"chat_template": data.chat_template, "row_format": data.row_format, "skips_bad_rows": False}
-    table = tokenize(pa.json.read_json(tmp_path / "train.jsonl"), tokenizer=folder, **given)
-    assert table["ids"].to_pylist() == [store[i][0].tolist() for i in range(len(rows))]
-    assert table["learn"].to_pylist() == [store[i][1].tolist() for i in range(len(rows))]
+    (read,) = read_tables(str(path), pa.fs.LocalFileSystem())
+    table = tokenize(read, tokenizer=folder, **given)
+    assert table["ids"].to_pylist() == [store[i][0].tolist() for i in range(len(store))]
+    assert table["learn"].to_pylist() == [store[i][1].tolist() for i in range(len(store))]
 
 
 def test_bad_rows_of_a_stream_end_the_run_or_are_left_out(folder: str) -> None:
@@ -112,16 +135,16 @@ def test_processes_of_ray_in_another_folder_find_files_and_tokenizer(
         given["paths"] = paths
         return SimpleNamespace(map_batches=lambda _, *, fn_kwargs, **__: given.update(fn_kwargs))
 
-    module = SimpleNamespace(data=SimpleNamespace(read_csv=read))
+    module = SimpleNamespace(data=SimpleNamespace(read_parquet=read))
     monkeypatch.setitem(sys.modules, "ray", module)
     monkeypatch.setitem(sys.modules, "ray.data", module.data)
     monkeypatch.chdir(Path(folder).parent)
     here, name = Path(folder).parent, Path(folder).name
-    RayTextData(train=["a.csv", "s3://bucket/b.csv"], tokenizer=name).make_ray_datasets()
-    assert given["paths"] == [str(here / "a.csv"), "s3://bucket/b.csv"]
+    RayTextData(train=["a.parquet", "s3://bucket/b.parquet"], tokenizer=name).make_ray_datasets()
+    assert given["paths"] == [str(here / "a.parquet"), "s3://bucket/b.parquet"]
     assert given["tokenizer"] == str(here / name)
-    RayTextData(train="~/a.csv", tokenizer="org/name").make_ray_datasets()
-    assert (given["paths"], given["tokenizer"]) == ([str(Path.home() / "a.csv")], "org/name")
+    RayTextData(train="~/a.parquet", tokenizer="org/name").make_ray_datasets()
+    assert (given["paths"], given["tokenizer"]) == ([str(Path.home() / "a.parquet")], "org/name")
 
 
 def test_settings_that_a_stream_cannot_keep_are_refused() -> None:
