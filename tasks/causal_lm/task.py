@@ -235,8 +235,9 @@ class CausalLM(TextTask):
     def _sum_model_losses(self, output: Any, num_targets: Tensor, **labels: Tensor | None) -> tuple[Tensor, Tensor]:
         assert self.model is not None
         vocab_size = self.model.config.get_text_config().vocab_size
+        logits = output.logits.contiguous()  # which Transformers takes a view of; those of ProphetNet are one of others
         # The model's own loss, as a sum: divided by "1 item".
-        loss_sum = self.model.loss_function(logits=output.logits, vocab_size=vocab_size, num_items_in_batch=1, **labels)
+        loss_sum = self.model.loss_function(logits=logits, vocab_size=vocab_size, num_items_in_batch=1, **labels)
         aux_loss = weigh_aux_loss(self.model, output)
         # A mean over tokens already.
         return loss_sum if aux_loss is None else loss_sum + aux_loss * num_targets, num_targets

@@ -58,6 +58,15 @@ def test_the_loss_of_padded_and_packed_batches_is_that_of_transformers(tmp_path:
     assert float((loss_sum / num_targets).detach()) == pytest.approx(float(expected.detach()), abs=1e-6)
 
 
+def test_logits_that_are_a_view_of_others_have_the_loss_of_their_copy() -> None:
+    task = CausalLM(config=OPT)
+    task.model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**OPT))
+    labels = torch.arange(16).view(2, 8)
+    logits = torch.randn(2, 3, 8, 300)[:, 1]  # of one of several streams, as those of ProphetNet
+    losses = [task.sum_losses(SimpleNamespace(logits=given), labels)[0] for given in (logits, logits.clone())]
+    assert float(losses[0]) == float(losses[1])
+
+
 def test_a_batch_without_targets_has_a_loss_of_zero_and_a_gradient(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", **EVEN)
     task = CausalLM(pretrained=str(folder))
