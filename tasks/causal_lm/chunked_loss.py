@@ -71,11 +71,17 @@ def list_chunked_losses(model: PreTrainedModel, inputs: dict[str, Any], targets:
 
 
 def _run_model(model: PreTrainedModel, inputs: dict[str, Any], targets: Tensor, reduction: _Reduction) -> Tensor:
-    decoder: Any = model.get_decoder()
-    hidden = decoder(**inputs, use_cache=False).last_hidden_state
     head: Any = model.get_output_embeddings()
+    hidden = _get_decoder(model, head)(**inputs, use_cache=False).last_hidden_state
     losses: Tensor = head(hidden, labels=targets, reduction=reduction)
     return losses
+
+
+def _get_decoder(model: PreTrainedModel, head: nn.Module) -> Any:
+    found = model.get_decoder()
+    if found in (model, head):  # of Llama 4 and Mllama, and of ModernBERT's decoder; seen in transformers 5.24
+        found = next(part for part in model.children() if isinstance(part, PreTrainedModel))
+    return found
 
 
 @torch.no_grad()

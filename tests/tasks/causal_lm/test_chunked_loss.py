@@ -65,7 +65,7 @@ def test_losses_and_gradients_are_those_of_all_logits_at_once_with_less_memory(
     run_ranks(compare, folder, tmp_path, options, world_size=num_ranks)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "cohere", "granite", "gpt2", "qwen3"])
+@pytest.mark.parametrize("family", ["gemma2", "cohere", "granite", "gpt2", "qwen3", "llama4_text"])
 def test_what_a_family_does_with_its_logits_is_done_to_chunks(family: str) -> None:
     torch.manual_seed(0)
     known = AutoConfig.for_model(family)
