@@ -95,10 +95,12 @@ def _check_heads(model: PreTrainedModel) -> None:
 def _refuse_looking_ahead(model: PreTrainedModel) -> None:
     """Refuse models whose tokens see later ones, as those of BERT and its kin do, which have a head for text too."""
     config = model.config.get_text_config()
-    # Those of GPT-NeoX have a setting, but not the use of it.
+    # Those of GPT-NeoX have a setting, but not the use of it; in the Japanese one no module keeps it either.
     if any(getattr(module, "is_causal", False) for module in model.modules()):
         return
     for name, ways in _BOTH_WAYS.items():
+        if name == "is_decoder" and not any(hasattr(module, name) for module in model.modules()):
+            continue
         if isinstance(value := getattr(config, name, None), str | bool) and value in ways:
             given, other = (str(one).lower() for one in (value, ways[value]))
             raise ValueError(

@@ -318,6 +318,7 @@ _BART = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "deco
     ("model_type", "settings"),
     [
         *product(["bert", "roberta", "electra", "roformer", "gpt_neox", "llama", "bart"], [{}, {"is_decoder": True}]),
+        ("gpt_neox_japanese", {}),
         *product(["xlm"], [{}, {"causal": True}]),
         *product(["xlnet"], [{}, {"attn_type": "uni"}]),
         *product(["gemma3_text"], [{}, {"use_bidirectional_attention": True}]),
