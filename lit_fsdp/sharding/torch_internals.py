@@ -147,7 +147,7 @@ DTensor.data = property(read_data, assign_data)  # type: ignore[assignment]
 _PLACES: set[tuple[str, int]] = set()  # in code, as was said
 
 
-def _read_number(read: Callable[..., Any], args: tuple[Any, ...], _: dict[str, Any]) -> Any:
+def _read_number(op_call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ARG001
     """Return a number as torch does, of what this rank holds, and say so where that is not all."""
     tensor, frame = args[0], sys._getframe(1)
     if tensor.device_mesh.size() > 1 and not all(placement.is_replicate() for placement in tensor.placements):
@@ -160,7 +160,7 @@ def _read_number(read: Callable[..., Any], args: tuple[Any, ...], _: dict[str, A
                 "{}:{} takes a number of what is computed from shards: it is what the rows of this rank give; "
                 "take full_tensor() first, on all ranks, see docs/limits.md".format(*place)
             )
-    return read(tensor._local_tensor)
+    return op_call(tensor._local_tensor)
 
 
 # For ``item``, ``float``, ``bool`` and ``if``.
