@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 
 from lit_fsdp.checkpoint.sharded import agree
 from lit_fsdp.errors import get_first_line, suggest
+from lit_fsdp.tasks.text.tokens import find_turn_end
 
 _PIECE = 8  # tokens of each of the two documents of the probe
 # Settings with which tokens see later ones, and what to set instead.
@@ -230,7 +231,13 @@ def get_end_ids(model: Any, tokenizer: Any) -> int | list[int]:
     """Return what ends a text: of chat models several tokens, that of a turn among them."""
     ends: Any = getattr(model.generation_config, "eos_token_id", None)
     known = isinstance(ends, list) and tokenizer.eos_token_id in ends
-    return ends if known else int(tokenizer.eos_token_id)
+    return add_turn_end(ends if known else int(tokenizer.eos_token_id), tokenizer)
+
+
+def add_turn_end(ends: int | list[int], tokenizer: Any) -> int | list[int]:
+    """Return what ends a text, the end of an answer added: base models learn it when they are trained to chat."""
+    turn, known = find_turn_end(tokenizer), ends if isinstance(ends, list) else [ends]
+    return ends if turn is None or turn in known else [*known, turn]
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from copy import deepcopy
 from functools import partial
@@ -36,7 +37,7 @@ from lit_fsdp.tasks.lr_schedule import LRSchedule
 from lit_fsdp.tasks.text.batches import IGNORED, Batch
 from lit_fsdp.tasks.text.messages import RowError
 from lit_fsdp.tasks.text.tokenizer import get_pad_id
-from lit_fsdp.tasks.text_model import check_generation, get_end_ids, weigh_aux_loss
+from lit_fsdp.tasks.text_model import add_turn_end, check_generation, get_end_ids, weigh_aux_loss
 from lit_fsdp.tasks.text_task import TextTask
 from lit_fsdp.weights.base_weights import get_pretrained_folder
 
@@ -352,10 +353,16 @@ class CausalLM(TextTask):
             changes |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id")}
             generation.update(**changes, pad_token_id=get_pad_id(tokenizer))
         files = super().collect_export_files(model, **changes)
-        if model.can_generate():
-            files[GENERATION] = generation.to_json_string()
-        if self.pretrained is not None and (given := get_pretrained_folder(self.pretrained) / GENERATION).is_file():
+        given = None if self.pretrained is None else get_pretrained_folder(self.pretrained) / GENERATION
+        if given is not None and given.is_file():
             files[GENERATION] = given.read_text()
+        elif model.can_generate():
+            files[GENERATION] = generation.to_json_string()
+        if GENERATION in files and self.has_tokenizer:
+            settings = json.loads(files[GENERATION])
+            ends = settings.get("eos_token_id")
+            if ends is not None and (wanted := add_turn_end(ends, self.get_tokenizer())) != ends:
+                files[GENERATION] = json.dumps(settings | {"eos_token_id": wanted}, indent=2) + "\n"
         return files
 
     # Tokenizer

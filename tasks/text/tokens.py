@@ -228,6 +228,19 @@ def _template_errors() -> Iterator[None]:
         ) from error
 
 
+def find_turn_end(tokenizer: Any) -> int | None:
+    """Return the special token with which the chat template ends an answer, if it ends with one."""
+    if tokenizer.chat_template is None:
+        return None
+    render = partial(Encoder(tokenizer, RowFormat())._render, Chat(messages=[]))
+    try:
+        markers = read_turn_markers(render, tokenizer, [{"role": "user", "content": "a"}])
+    except RowError:  # of a template that takes no such chat
+        return None
+    end = markers.stops.search(markers.end)
+    return None if end is None else int(tokenizer.convert_tokens_to_ids(end.group()))
+
+
 def _begins_with_space(tokenizer: Any) -> bool:
     """Return whether the tokenizer puts a space before each text, as that of Llama 2 does."""
     return "".join(tokenizer.tokenize("a")).startswith(("\u2581", "\u0120"))  # as SentencePiece and GPT-2 write it

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 from training import EVEN, build_trainer, gather_weights, make_rows, save_model
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from lit_fsdp import CPUOffload, FSDP2Strategy
 from lit_fsdp.tasks import CausalLM, Optimizer, TextData, TrainTokenizer
+from lit_fsdp.tasks.text.tokenizer import train_tokenizer
 from lit_fsdp.tasks.text_model import build_model
 from ranks import run_ranks
 
@@ -133,10 +134,32 @@ def test_a_text_ends_with_every_end_that_the_model_names_beside_that_of_the_toke
     task.trainer = SimpleNamespace(world_size=1)  # type: ignore[assignment]
     task.model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=ends), generate=generate)  # type: ignore[assignment]
     decode = {"batch_decode": lambda ids, **_: ["" for _ in ids]}
-    task.get_tokenizer = lambda: SimpleNamespace(eos_token_id=2, pad_token_id=0, **decode)  # type: ignore[method-assign]
+    task.get_tokenizer = lambda: SimpleNamespace(eos_token_id=2, pad_token_id=0, chat_template=None, **decode)  # type: ignore[method-assign]
     ids = torch.ones(1, 4, dtype=torch.long)
     assert task._continue(ids, torch.ones_like(ids)) == [""]
     assert seen["eos_token_id"] == used
+
+
+@pytest.mark.parametrize("given", [None, {"eos_token_id": 0, "top_k": 7}, {"eos_token_id": [0, 9], "top_k": 8}])
+def test_an_exported_base_model_that_was_trained_to_chat_ends_where_a_turn_does(
+    given: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    tokenizer = train_tokenizer(["a"], TrainTokenizer(vocab_size=300))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}"
+    turn = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    if given is not None:
+        save_model(tmp_path)
+        (tmp_path / "generation_config.json").write_text(json.dumps(given))
+    task = CausalLM(config=TINY) if given is None else CausalLM(pretrained=str(tmp_path))
+    task.trainer = SimpleNamespace(datamodule=SimpleNamespace(tokenizer=tokenizer))  # type: ignore[assignment]
+    task.model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY))
+    (tmp_path / "out").mkdir()
+    for name, text in task.collect_export_files(task.model).items():
+        (tmp_path / "out" / name).write_text(str(text))
+    exported = GenerationConfig.from_pretrained(tmp_path / "out")
+    assert exported.eos_token_id == ([0, 9, turn] if given and given["top_k"] == 8 else [0, turn])
+    assert given is None or exported.top_k == given["top_k"]
 
 
 def train_and_sample(folder: Path, out: Path) -> None:

@@ -6,7 +6,7 @@ from learned_tokens import learned
 from lit_fsdp.tasks.text.messages import RowError
 from lit_fsdp.tasks.text.rows import Chat, RowFormat
 from lit_fsdp.tasks.text.tokenizer import TrainTokenizer, train_tokenizer
-from lit_fsdp.tasks.text.tokens import Encoded, Encoder
+from lit_fsdp.tasks.text.tokens import Encoded, Encoder, find_turn_end
 
 # Each has what matters here of the family that it is named after, in a few lines.
 QWEN2 = """\
@@ -132,6 +132,7 @@ def test_every_answer_of_a_chat_is_learned_with_its_end_and_nothing_else(
         f"than two{end}",
         f"bye{end}",
     ]
+    assert find_turn_end(tokenizer) == tokenizer.convert_tokens_to_ids(end)
 
 
 @pytest.mark.parametrize(("template", "end"), FAMILIES)
