@@ -362,6 +362,7 @@ class _Read(dict[str, Any]):
         return super().__getitem__(name)
 
     def __reduce__(self) -> Any:
+        self._before()
         return dict, (dict(self),)
 
 
@@ -513,31 +514,47 @@ class UnitInternals:
             self._lets_go = (self._group.post_forward_mesh_info,)
             self._group.reshard_after_backward, self._group.post_forward_mesh_info = False, None
 
-    def gather_when_used(self) -> Callable[[], None]:
+    def gather_when_used(self, others: Sequence[UnitInternals]) -> Callable[[], None]:
         """Let the module's own parameters be gathered in a forward by what reads them; return what undoes it.
 
-        That is what gets or lists them while gradients are on, and a call, see ``gather_when_called``. Until then code
-        without gradients has the shards, as between steps, and so has ``state_dict``.
+        That is what gets, lists or copies them while gradients are on, a call, see ``gather_when_called``, and a gather
+        of the units below: they come after it on all ranks, whatever one rank alone has read. Until then code without
+        gradients has the shards, as between steps, and so has ``state_dict``.
+
+        Args:
+            others: All units of the module; it may be one of them.
         """
         group, root = self._group, cast("Any", self.module)
         state = root._get_fsdp_state()
 
         def gather() -> None:
-            is_begun = group._training_state == TrainingState.FORWARD and torch.is_grad_enabled()
             # A gather puts parameters in their places, and places may look what they have.
-            if is_begun and not group.is_unsharded and group._all_gather_result is None:
+            if (
+                group._training_state == TrainingState.FORWARD
+                and not group.is_unsharded
+                and group._all_gather_result is None
+            ):
                 _wait_for_writes(state)
                 root.unshard()
 
-        def gather_and_list(list_members: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def gather_for_gradients() -> None:
+            if torch.is_grad_enabled():
+                gather()
+
+        def gather_first(gather_other: Callable[..., None], *args: Any) -> None:
             gather()
+            gather_other(*args)
+
+        def gather_and_list(list_members: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            gather_for_gradients()
             return list_members(*args, **kwargs)
 
         holders = _list_holders(group)
         for module in holders:
-            module._parameters = _Read(module._parameters, gather)
+            module._parameters = _Read(module._parameters, gather_for_gradients)
         around = (root, *_list_around(root, holders))
         replaced = [ReplacedMethod(module, "_named_members", gather_and_list) for module in around]
+        replaced += [ReplacedMethod(u._group, "unshard", gather_first) for u in others if u._group is not group]
         # What looks after ``load_state_dict`` for the shards.
         replaced += [ReplacedMethod(p, "reset_sharded_param", torch.no_grad()(_call)) for p in group.fsdp_params]
 
@@ -559,6 +576,12 @@ class UnitInternals:
             return self._group._register_post_backward_hook(*inputs)
 
         replaced = ReplacedMethod(self._group, "pre_forward", begin)
+
+    def end(self) -> None:
+        """Let go of what an error in a step has left gathered; this waits for no other rank, see ``end_step``."""
+        if self._group._training_state != TrainingState.IDLE:
+            self._group._training_state = TrainingState.IDLE
+            self._group.reshard()
 
     @property
     def is_compiled(self) -> bool:
@@ -688,9 +711,11 @@ class UnitInternals:
 
 
 def _has_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` made the module, or something that it or its class has."""
-    own = [*vars(module).values(), *(value for kind in type(module).__mro__ for value in vars(kind).values())]
-    functions = (value for value in own if callable(value))
+    """Whether ``torch.compile`` made the module, or something that it, its class or the file of its class has."""
+    own = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
+    file = sys.modules.get(own.__module__)
+    holders = [module, *type(module).__mro__, *([] if file is None else [file])]
+    functions = (value for holder in holders for value in vars(holder).values() if callable(value))
     return "_orig_mod" in module._modules or any(hasattr(f, "_torchdynamo_orig_callable") for f in functions)
 
 

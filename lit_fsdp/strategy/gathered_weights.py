@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from lit_fsdp.errors import join_names
 from lit_fsdp.sharding.replaced_method import ReplacedMethod
 from lit_fsdp.sharding.shard import Sharding, find_roots, follow_toggles, reshard, reshard_when_toggled
-from lit_fsdp.sharding.torch_internals import UnitInternals, is_in_forward, list_edited, list_units
+from lit_fsdp.sharding.torch_internals import UnitInternals, end_step, is_in_forward, list_edited, list_units
 
 _BETWEEN_STEPS = (
     "do it first in training_step and under torch.no_grad(), or in on_train_batch_end before any forward there"
@@ -36,6 +36,8 @@ class GatheredWeights:
         self._stays_gathered = not sharding.reshard_after_backward
         self._is_exact = sharding.gather_bits is None
         roots = find_roots(module)
+        for root in roots:
+            end_step(root)  # of an earlier run, if an error has ended it there
         units = {root: list_units(root) for root in roots}
         self._units = [unit for of_root in units.values() for unit in of_root]
         self._edited: set[str] = set()  # weights whose gathered copies were changed, as was said
@@ -45,7 +47,7 @@ class GatheredWeights:
         self._toggles_of_kept = [follow_toggles(r) for r in roots if self._stays_gathered and self._is_automatic]
         own = [unit for unit in self._units if unit.module is module and self._is_automatic and not unit.is_compiled]
         self._gathers_late = own  # of the module itself, in a step
-        self._undo_late = [unit.gather_when_used() for unit in own]
+        self._undo_late = [unit.gather_when_used(self._units) for unit in own]
         self._hooks: list[ReplacedMethod | RemovableHandle] = [
             *(u.call_before_backward(partial(_keep_for_inner, root, of)) for root, of in units.items() for u in of),
             *([] if self._is_automatic else (reshard_when_toggled(root) for root in roots)),
@@ -57,6 +59,8 @@ class GatheredWeights:
             self._hooks.pop().remove()
         while self._undo_late:
             self._undo_late.pop()()
+        for unit in self._units:
+            unit.end()
         self._let_go_of_kept()
 
     def begin_training(self) -> None:

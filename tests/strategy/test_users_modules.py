@@ -1733,13 +1733,79 @@ class SometimesOwn(Plain):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class ReadsAlone(SometimesOwn):
+    """Looks at a weight, or copies all, on one rank, in a step that calls a block first."""
+
+    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+        if dist.get_rank() and index % 2:
+            assert self.head.weight.mean().isfinite()
+        elif dist.get_rank():
+            copy = deepcopy(self.head)
+            assert type(copy._parameters) is dict
+            assert copy(batch["x"]).shape == batch["y"].shape
+        return super().training_step(batch, index)
+
+
+class CallsCompiled(SometimesOwn):
+    """Calls a compiled function of its file, which reads a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        apply = partial(torch.compile, backend="eager", fullgraph=True)
+        globals()["apply_compiled"] = apply(lambda module, x: nn.functional.linear(x, module.head.weight))
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        hidden: Tensor = apply_compiled(self, batch["x"])  # type: ignore[name-defined]  # noqa: F821
+        return (hidden - self.head(self.blocks[0](batch["x"])) - batch["y"]).square().mean()
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("accumulated", [1, 2])
-@pytest.mark.parametrize("build", [Momentum, ReadsFirst, SometimesOwn])
+@pytest.mark.parametrize("build", [Momentum, ReadsFirst, SometimesOwn, ReadsAlone, CallsCompiled])
 def test_a_step_begins_with_shards_and_gathers_what_it_uses(
     build: type[Plain], accumulated: int, tmp_path: Path
 ) -> None:
     compare(build, tmp_path, accumulate_grad_batches=accumulated)
+
+
+class FailsOnce(Plain):
+    """Ends its first run in an error, before a step uses a weight, after it, or in the backward of a block."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.Sequential(Block(6), Block(6)), nn.Linear(6, 1)
+        self.place, self.has_failed = place, False
+
+    def fail(self, place: str) -> None:
+        if self.place == place and not self.has_failed:
+            self.has_failed = True
+            raise ValueError("once")
+
+    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+        self.fail("before")
+        hidden = self.blocks[0](batch["x"])
+        hidden.register_hook(lambda _: self.fail("backward"))
+        loss = (self.head(self.blocks[1](hidden)) - batch["y"]).square().mean()
+        self.fail("after")
+        return loss
+
+
+def fail_and_train(build: Callable[[], FailsOnce], out: Path, is_sharded: bool) -> None:
+    module = build()
+    with pytest.raises(ValueError, match="once"):
+        train(lambda: module, out, is_sharded)
+    assert module.head.weight.requires_grad
+    assert {type(holder._parameters) for holder in module.modules()} == {dict}
+    assert not is_sharded or all(isinstance(p, DTensor) for p in module.parameters())
+    train(lambda: module, out, is_sharded)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("place", ["before", "after", "backward"])
+def test_a_module_trains_again_after_an_error_in_a_step(place: str, tmp_path: Path) -> None:
+    for name in ("sharded", "ddp"):
+        run_ranks(fail_and_train, partial(FailsOnce, place), tmp_path / name, name == "sharded")
+    assert_same(tmp_path / "sharded", tmp_path / "ddp", 2e-5)
 
 
 class Averaged(Plain):
