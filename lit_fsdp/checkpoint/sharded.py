@@ -370,6 +370,18 @@ def to_plain(value: Any, name: str = "checkpoint", *, copies: bool = True) -> An
     )
 
 
+def keep_plain(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return what a checkpoint can hold of a mapping, and the names of the others with their classes."""
+    kept, others = {}, {}
+    for name, value in values.items():
+        try:
+            to_plain(value, copies=False)
+            kept[name] = value
+        except TypeError:
+            others[name] = type(value).__name__
+    return kept, others
+
+
 def check_same_optimizer(path: Location, optimizer: Optimizer, missing: Iterable[str]) -> None:
     """Refuse the state of another optimizer, in which names are missing: parts of this one's would stay at zero."""
     if first := next(iter(missing), None):

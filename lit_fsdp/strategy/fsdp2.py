@@ -36,7 +36,7 @@ from lit_fsdp.checkpoint.latest import enter
 from lit_fsdp.checkpoint.manifest import Verify
 from lit_fsdp.checkpoint.places import discard, follow
 from lit_fsdp.checkpoint.remote import Location, RemotePath, locate
-from lit_fsdp.checkpoint.sharded import RANDOM_STATES, load_checkpoint, read_random_state
+from lit_fsdp.checkpoint.sharded import RANDOM_STATES, keep_plain, load_checkpoint, read_random_state
 from lit_fsdp.checkpoint.single_file import load_single_file
 from lit_fsdp.checkpoint.space import DiskSpace
 from lit_fsdp.checkpoint.writer import CheckpointFormat, CheckpointWriter
@@ -245,6 +245,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         self._saved_settings: dict[str, Any] = {}  # of the run that saved the checkpoint
         self._noted_plateaus: dict[str, Any] = {}  # likewise
         self._goes_on_by_metrics = False  # a run that was resumed with those
+        self._has_left_out = False  # what no checkpoint can hold, as was said
         self._has_seen_step = self._has_checked_gradients = False
         self._checked_loaders: set[tuple[RunningStage | None, int]] = set()
         self.device_mesh: DeviceMesh | None = None
@@ -874,6 +875,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
                     "of them; leave it out"
                 )
         self._finish_comparison()
+        self._leave_out_objects(checkpoint)
         checkpoint[RUN_SETTINGS] = collect_run_settings(trainer, self.settings.mixed_precision)
         if noted := note_plateaus(trainer):
             checkpoint[PLATEAUS] = noted
@@ -881,6 +883,22 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         if trainer.state.finished:  # the user saves, after the run has waited for earlier saves
             self._writer.close()
             self._note_missing()
+
+    def _leave_out_objects(self, checkpoint: dict[str, Any]) -> None:
+        """Leave out what ``save_hyperparameters`` has kept that no checkpoint can hold, such as a network."""
+        for owner in (pl.LightningModule, pl.LightningDataModule):
+            checkpoint.pop(owner.CHECKPOINT_HYPER_PARAMS_TYPE, None)  # a class, of OmegaConf
+            key = owner.CHECKPOINT_HYPER_PARAMS_KEY
+            checkpoint[key], others = keep_plain(checkpoint.get(key, {}))
+            if not checkpoint[key]:
+                del checkpoint[key]
+            if others and not self._has_left_out:
+                self._has_left_out = True
+                names = ", ".join(f"{name} ({kind})" for name, kind in others.items())
+                rank_zero.rank_zero_warn(
+                    f"save_hyperparameters() keeps {names}, which a checkpoint cannot hold: left out of it, and "
+                    f"load_from_checkpoint needs them; say so by save_hyperparameters(ignore={list(others)})"
+                )
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:

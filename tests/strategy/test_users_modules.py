@@ -1808,6 +1808,43 @@ def test_a_module_trains_again_after_an_error_in_a_step(place: str, tmp_path: Pa
     assert_same(tmp_path / "sharded", tmp_path / "ddp", 2e-5)
 
 
+class KeepsArguments(Plain):
+    """Is given its network and how to build an optimizer, as templates of Lightning are, and keeps all of it."""
+
+    def __init__(self, net: nn.Module, build: Any, width: int = 15) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = net
+
+    def configure_optimizers(self) -> Any:
+        return self.hparams["build"](self.parameters())
+
+
+def save_arguments(out: Path, is_file: bool) -> None:
+    build = partial(KeepsArguments, Plain().net, partial(torch.optim.SGD, lr=0.1))
+    own = {"checkpoint_format": "single_file" if is_file else "sharded"}
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        train(build, out.with_suffix(".pt"), True, max_epochs=1, strategy=own, save=out)
+    said = [str(warning.message) for warning in warned if "which a checkpoint cannot hold" in str(warning.message)]
+    assert len(said) == (dist.get_rank() == 0)
+    assert all("keeps net (Sequential), build (partial)" in text for text in said)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("is_file", [False, True])
+def test_a_network_among_hyperparameters_is_left_out_of_checkpoints_which_is_said(
+    is_file: bool, tmp_path: Path
+) -> None:
+    run_ranks(save_arguments, out := tmp_path / "c.ckpt", is_file)
+    meta = torch.load(out if is_file else out / "meta.pt", weights_only=True)
+    assert meta["hyper_parameters"] == {"width": 15}
+    if is_file:
+        loaded = KeepsArguments.load_from_checkpoint(out, net=Plain().net, build=None)
+        expected = torch.load(tmp_path / "c.pt")
+        assert all(value.equal(expected[name]) for name, value in loaded.state_dict().items())
+
+
 class Averaged(Plain):
     """Has the average of its weights take their place for a moment, and clamps a scale."""
 
