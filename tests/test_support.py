@@ -143,7 +143,8 @@ ATTRIBUTES = {
         *("_should_accumulate", "_signal_connector"),
     },
     "peft": {"_disable_adapters"},
-    "python": {"_action_groups", "_current_frames", "_exit", "_optionals"},
+    "python": {"_action_groups", "_current_frames", "_exit", "_getframe", "_optionals"},
+    "ray": {"_filesystem"},
     "torch: FSDP2": {
         *(
             "_all_gather_comm",
@@ -169,7 +170,7 @@ ATTRIBUTES = {
     "torch: operators": {
         *("_amp_foreach_non_finite_check_and_unscale_", "_foreach_clamp_max_", "_foreach_clamp_min_", "_foreach_copy_"),
         *("_foreach_add_", "_foreach_lerp_", "_foreach_mul_", "_foreach_norm", "_c10d_functional"),
-        *("_unsafe_view",),
+        *("_local_scalar_dense", "_unsafe_view"),
     },
     "torch: process groups": {"_dump_fr_trace_json", "_dump_nccl_trace_json", "_set_pg_timeout", "_world"},
     "torch: tensors, modules, autograd, allocator": {
@@ -196,6 +197,7 @@ ATTRIBUTES = {
             "_is_view",
             "_len_torch_dispatch_stack",
         ),
+        *("_custom_op_handlers", "_functional_call", "_named_members", "_op_dispatcher", "_torchdynamo_orig_callable"),
         *("_local_tensor", "_optimizer_step_post_hooks", "_spec"),
         *("_modules", "_non_persistent_buffers_set", "_parameters", "_post_accumulate_grad_hooks"),
         *("_record_memory_history", "_top_saved_tensors_default_hooks", "_type", "_version"),
