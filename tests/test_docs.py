@@ -144,6 +144,16 @@ def list_axolotl_keys() -> set[str]:
     return {n.target.id for n in nodes if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)} | {"content"}
 
 
+def list_llama_factory_keys() -> set[str]:
+    spec = importlib.util.find_spec("llamafactory")  # without importing it
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("llamafactory is not installed")
+    files = (Path(spec.submodule_search_locations[0]) / "hparams").glob("*.py")
+    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
+    own = {n.target.id for n in nodes if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+    return own | list_arguments(importlib.import_module("transformers").TrainingArguments)
+
+
 def list_trainer_keys() -> set[str]:
     launch = Path(importlib.import_module("accelerate.commands.launch").__file__ or "").read_text()
     arguments = importlib.import_module("transformers").TrainingArguments
@@ -172,6 +182,7 @@ def list_trl_keys() -> set[str]:
     ("title", "list_keys"),
     [
         ("axolotl", list_axolotl_keys),
+        ("LLaMA-Factory", list_llama_factory_keys),
         ("SFTTrainer", list_trl_keys),
         ("DPOTrainer", list_trl_keys),
         ("accelerate", list_trainer_keys),
