@@ -13,8 +13,7 @@ import dataclasses
 import gc
 import threading
 import warnings
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from datetime import datetime, timedelta
 from enum import Enum
@@ -353,7 +352,7 @@ def to_plain(value: Any, name: str = "checkpoint", *, copies: bool = True) -> An
         value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {plain(k, f"a key of {name}"): plain(v, f"{name}.{k}") for k, v in value.items()}
-    if isinstance(value, list | tuple | set | frozenset | deque):
+    if isinstance(value, Sequence | Set) and not isinstance(value, str | bytes):  # lists of OmegaConf, too
         items = [plain(v, f"{name}[{i}]") for i, v in enumerate(value)]
         return tuple(items) if isinstance(value, tuple) else items
     if isinstance(value, np.ndarray):

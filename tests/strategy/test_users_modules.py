@@ -4,6 +4,7 @@ import csv
 import random
 import time
 import warnings
+from collections import UserList
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
@@ -1811,7 +1812,7 @@ def test_a_module_trains_again_after_an_error_in_a_step(place: str, tmp_path: Pa
 class KeepsArguments(Plain):
     """Is given its network and how to build an optimizer, as templates of Lightning are, and keeps all of it."""
 
-    def __init__(self, net: nn.Module, build: Any, width: int = 15) -> None:
+    def __init__(self, net: nn.Module, build: Any, width: int = 15, sizes: Any = None) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.net = net
@@ -1821,7 +1822,7 @@ class KeepsArguments(Plain):
 
 
 def save_arguments(out: Path, is_file: bool) -> None:
-    build = partial(KeepsArguments, Plain().net, partial(torch.optim.SGD, lr=0.1))
+    build = partial(KeepsArguments, Plain().net, partial(torch.optim.SGD, lr=0.1), sizes=UserList([1]))
     own = {"checkpoint_format": "single_file" if is_file else "sharded"}
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -1838,7 +1839,7 @@ def test_a_network_among_hyperparameters_is_left_out_of_checkpoints_which_is_sai
 ) -> None:
     run_ranks(save_arguments, out := tmp_path / "c.ckpt", is_file)
     meta = torch.load(out if is_file else out / "meta.pt", weights_only=True)
-    assert meta["hyper_parameters"] == {"width": 15}
+    assert meta["hyper_parameters"] == {"width": 15, "sizes": [1]}
     if is_file:
         loaded = KeepsArguments.load_from_checkpoint(out, net=Plain().net, build=None)
         expected = torch.load(tmp_path / "c.pt")
