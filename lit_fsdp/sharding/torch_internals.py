@@ -17,8 +17,10 @@ from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.autograd import Variable
+from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._common_utils import collect_grad_tensors
 from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as _AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as _ReduceScatter
@@ -26,11 +28,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as _Redu
 # Drop it, with what uses it, when FSDP2 ends a forward that fails.
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _from_local_no_grad
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.utils import stateless
 
+from lit_fsdp.sharding.hidden_tensors import list_hidden, list_objects
 from lit_fsdp.sharding.replaced_method import ReplacedMethod
 
 # The memory-efficient kernel of GPUs, the only one for float32, takes grouped heads; drop it when we need 2.14.
@@ -68,6 +73,57 @@ def _leave_inference_mode(function: Any) -> Any:
 # method that draws samples, no later step could use them. Seen in torch 2.13.
 for _name in ("init_all_gather_outputs", "init_unsharded_param"):
     setattr(FSDPParam, _name, _leave_inference_mode(getattr(FSDPParam, _name)))
+
+_begin_backward_at = FSDPState._register_pre_backward_hook
+_end_backward_at = FSDPParamGroup._register_post_backward_hook
+
+
+def _begin_backward_at_all(self: Any, output: Any) -> Any:
+    """Let a unit's backward begin also at what it returns inside of objects, or puts into those it was given.
+
+    Otherwise nothing would gather weights for it, or reduce gradients.
+    """
+    given = [vars(group).pop("_given", ((), [], {})) for group in self._fsdp_param_groups]
+    output = _begin_backward_at(self, output)
+    objects = [*list_objects(output), *(value for _, values, _ in given for value in values)]
+    if not objects or not torch.is_grad_enabled():
+        return output
+    # What the unit has only passed on gets its gradient when the backward of the unit is over.
+    passed = {key: node for _, _, nodes in given for key, (_, node) in nodes.items()}
+    for tensor in collect_grad_tensors([inputs for inputs, _, _ in given]):
+        passed.update({id(part): part.grad_fn for part in _list_bases(tensor)})
+    # Of a view the base too: what is done to a view in place takes the place of what it was.
+    for part in (part for tensor in list_hidden(objects) for part in _list_bases(tensor)):
+        is_own = part.requires_grad and passed.get(id(part), ()) is not part.grad_fn
+        # Once, as a parameter would keep one more hook from each forward.
+        if is_own and self._pre_backward not in (part._backward_hooks or {}).values():
+            part.register_hook(self._pre_backward)
+    return output
+
+
+def _end_backward_at_all(self: Any, args: Any, kwargs: Any) -> Any:
+    """Let a unit's backward end also where all its inputs are inside of objects, not only with the whole backward.
+
+    It does so before the backward of what has computed one of them, which comes after that of all that came later.
+    """
+    inputs = _end_backward_at(self, args, kwargs)
+    if torch.is_grad_enabled():
+        objects = list_objects(inputs)
+        hidden = [tensor for tensor in list_hidden(objects) if tensor.grad_fn is not None] if objects else []
+        nodes = {id(part): (part, part.grad_fn) for tensor in hidden for part in _list_bases(tensor)}
+        self._given = inputs, objects, nodes  # until the forward returns
+        if hidden and inputs[0] is args and inputs[1] is kwargs:
+            register_multi_grad_hook(hidden, lambda _: self.post_backward(), mode="any")
+    return inputs
+
+
+def _list_bases(tensor: Tensor) -> list[Tensor]:
+    return [tensor] if tensor._base is None else [tensor, tensor._base]
+
+
+# FSDP2 finds tensors in lists, tuples, dicts and dataclasses only. Seen in torch 2.13.
+FSDPState._register_pre_backward_hook = _begin_backward_at_all  # type: ignore[method-assign]
+FSDPParamGroup._register_post_backward_hook = _end_backward_at_all  # type: ignore[method-assign]
 
 _call_with = stateless._functional_call
 

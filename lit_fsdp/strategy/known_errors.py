@@ -14,8 +14,8 @@ _MEANINGS = {
         "weight.full_tensor(), or set sharding.reshard_after_forward: false"
     ),
     "out of bounds for storage of size 0": (
-        "FSDP2 had let go of a gathered weight by then. Where a block returns an object of a class of its own, let it "
-        "return tensors, tuples or dicts; else set sharding.reshard_after_forward and reshard_after_backward to false"
+        "FSDP2 had let go of a gathered weight by then. Where a block returns a function or an iterator, let it return "
+        "the tensors in it; else set sharding.reshard_after_forward and reshard_after_backward to false"
     ),
     r"its data is not allocated yet|numpy\(\) is not supported for tensor subclasses": (
         "shards were read as plain tensors: take torch.nn.utils.get_total_norm for a norm of gradients, and "

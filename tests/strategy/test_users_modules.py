@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
@@ -37,6 +38,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributions import Distribution, Independent, Normal, TanhTransform, TransformedDistribution
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 from training import build_trainer
@@ -707,6 +709,144 @@ def test_networks_in_a_container_and_a_parameter_that_no_forward_reads_train(
     container: type[nn.Module], tmp_path: Path
 ) -> None:
     compare(partial(Agent, container), tmp_path)
+
+
+class Graph:
+    """What it holds is in a list in a dict, as in graphs of PyTorch Geometric, and it knows itself."""
+
+    __slots__ = ("kept", "own")
+
+    def __init__(self, x: Tensor) -> None:
+        self.kept, self.own = {"x": [x]}, self
+
+
+def draw_squashed(x: Tensor) -> Distribution:
+    """Return what actors of SAC do; its mean is a view."""
+    return Independent(TransformedDistribution(Normal(x, x.exp().mean()), [TanhTransform()]), 1)
+
+
+class Hiding(nn.Module):
+    """A block that takes a tensor or an object, and hands on an object with what it has computed."""
+
+    def __init__(self, kind: str, size: int = 6) -> None:
+        super().__init__()
+        self.kind, self.first, self.last = kind, nn.Linear(size, 8), nn.Linear(8, size)
+
+    def forward(self, given: Any) -> Any:
+        x = unpack(given)
+        x = x + self.last(self.first(x).tanh())
+        if isinstance(given, Graph) and self.kind != "graph":
+            given.kept["x"] = [x]  # in place
+            return given if self.kind == "same graph" else None
+        if self.kind == "distribution":
+            return draw_squashed(x)
+        if self.kind == "view":
+            return SimpleNamespace(x=x[None].squeeze(0))
+        return (x.detach(), {"graph": Graph(x)}) if self.kind == "graph" else Graph(x)
+
+
+def unpack(value: Any) -> Tensor:
+    """Return the tensor inside of what a block has handed on."""
+    if isinstance(value, Distribution):
+        normal = value.base_dist.base_dist
+        return (normal.loc + 0.1 * normal.scale).tanh()
+    value = value[1]["graph"] if isinstance(value, tuple) else value
+    inner: Tensor = value.kept["x"][0] if isinstance(value, Graph) else getattr(value, "x", value)
+    return inner
+
+
+class Hides(Plain):
+    """A network of such blocks, and by hand also one that is such a block, each time followed by a plain one."""
+
+    def __init__(self, kind: str, is_by_hand: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = not is_by_hand
+        self.blocks = nn.ModuleList(Hiding(kind) for _ in range(3))
+        if is_by_hand:
+            self.net = Hiding(kind)
+            self.judge = nn.Linear(6, 1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Any:
+        value: Any = batch["x"]
+        for block in self.blocks:
+            made = block(value)
+            value = value if made is None else made
+            if block.kind == "view":
+                value.x.relu_()  # in place, where a hook on the view itself would be lost
+        made = self.net(unpack(value))
+        if self.automatic_optimization:
+            return nn.functional.mse_loss(made, batch["y"])
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(nn.functional.mse_loss(self.judge(unpack(made)), batch["y"]))
+        optimizer.step()
+        return None
+
+
+@pytest.mark.full(after=2)
+@pytest.mark.parametrize(
+    ("kind", "is_by_hand"),
+    [
+        ("distribution", True),
+        ("same graph", False),
+        *((kind, is_by_hand) for kind in ("graph", "changed graph", "view") for is_by_hand in (False, True)),
+    ],
+)
+def test_networks_and_blocks_return_objects_with_what_they_compute(kind: str, is_by_hand: bool, tmp_path: Path) -> None:
+    compare(partial(Hides, kind, is_by_hand), tmp_path, strategy={"wrap": Wrap(module_classes=["Hiding"])})
+
+
+@pytest.mark.full
+def test_blocks_that_are_computed_again_hand_on_objects_and_change_none(tmp_path: Path) -> None:
+    strategy = {
+        "wrap": Wrap(module_classes=["Hiding"]),
+        "activation_checkpointing": ActivationCheckpointing(mode="full"),
+    }
+    compare(partial(Hides, "graph", is_by_hand=False), tmp_path, strategy=strategy)
+    with pytest.raises(
+        RankError, match=r"activation_checkpointing\.mode: Hiding changes an object .* as of copy\.copy"
+    ):
+        run_ranks(partial(train, strategy=strategy), partial(Hides, "same graph", False), tmp_path / "out", True)
+
+
+class HandsOn(Hides):
+    """Its blocks hand on what they were given, too; notes what a backward gathers, and what it has at each block."""
+
+    def __init__(self) -> None:
+        super().__init__("graph", is_by_hand=False)
+        self.seen: list[Any] = []
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def on_fit_start(self) -> None:
+        self.units = {unit.module: unit for unit in list_units(self)}
+        for number, block in enumerate(self.blocks):
+            self.units[block].call_after_gather(partial(self.seen.append, number))
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        graph: Any = Graph(batch["x"] * self.scale)
+        for number, block in enumerate(self.blocks):
+            _, made = block(graph)
+            made["graph"].kept["others"] = [*graph.kept.get("others", []), unpack(graph)]
+            graph = made["graph"]
+            unpack(graph).register_hook(partial(self.note, number))
+        del self.seen[:]
+        return sum(graph.kept["others"]).mean() + unpack(graph).square().mean()  # type: ignore[no-any-return]
+
+    def note(self, number: int, _: Tensor) -> None:
+        self.seen.append([later for later in range(number + 1, 3) if self.units[self.blocks[later]].is_gathered])
+
+    def on_after_backward(self) -> None:
+        # Numbers are gathered, one block ahead; at the output of a block the one after it has just ended.
+        assert self.seen == [2, 1, [], 0, [2], [1]], self.seen
+
+
+@pytest.mark.full
+def test_the_backward_of_a_block_ends_where_it_takes_objects(tmp_path: Path) -> None:
+    wrap = Wrap(module_classes=["Hiding"])
+    run_ranks(partial(train, strategy={"wrap": wrap}), HandsOn, tmp_path / "out", True)
 
 
 class Looked(Plain):
