@@ -44,10 +44,10 @@ def list_objects(value: Any) -> list[Any]:
     return found
 
 
-def list_hidden(objects: Sequence[Any]) -> list[Tensor]:
-    """Return the tensors that objects have, as attributes or in containers at any depth. It runs no code of theirs."""
+def list_tensors(values: Sequence[Any]) -> list[Tensor]:
+    """Return the tensors in values: themselves, attributes, and in containers at any depth. No code of theirs runs."""
     seen: set[int] = set()
-    return [tensor for value in objects for tensor in _iterate(value, 0, seen)]
+    return [tensor for value in values for tensor in _iterate(value, 0, seen)]
 
 
 def _iterate(value: Any, depth: int, seen: set[int]) -> Iterator[Tensor]:

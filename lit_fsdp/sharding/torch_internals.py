@@ -35,7 +35,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.utils import stateless
 
-from lit_fsdp.sharding.hidden_tensors import list_hidden, list_objects
+from lit_fsdp.sharding.hidden_tensors import list_objects, list_tensors
 from lit_fsdp.sharding.replaced_method import ReplacedMethod
 
 # The memory-efficient kernel of GPUs, the only one for float32, takes grouped heads; drop it when we need 2.14.
@@ -93,7 +93,7 @@ def _begin_backward_at_all(self: Any, output: Any) -> Any:
     for tensor in collect_grad_tensors([inputs for inputs, _, _ in given]):
         passed.update({id(part): part.grad_fn for part in _list_bases(tensor)})
     # Of a view the base too: what is done to a view in place takes the place of what it was.
-    for part in (part for tensor in list_hidden(objects) for part in _list_bases(tensor)):
+    for part in (part for tensor in list_tensors(objects) for part in _list_bases(tensor)):
         is_own = part.requires_grad and passed.get(id(part), ()) is not part.grad_fn
         # Once, as a parameter would keep one more hook from each forward.
         if is_own and self._pre_backward not in (part._backward_hooks or {}).values():
@@ -109,7 +109,7 @@ def _end_backward_at_all(self: Any, args: Any, kwargs: Any) -> Any:
     inputs = _end_backward_at(self, args, kwargs)
     if torch.is_grad_enabled():
         objects = list_objects(inputs)
-        hidden = [tensor for tensor in list_hidden(objects) if tensor.grad_fn is not None] if objects else []
+        hidden = [tensor for tensor in list_tensors(objects) if tensor.grad_fn is not None] if objects else []
         nodes = {id(part): (part, part.grad_fn) for tensor in hidden for part in _list_bases(tensor)}
         self._given = inputs, objects, nodes  # until the forward returns
         if hidden and inputs[0] is args and inputs[1] is kwargs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lit_fsdp.errors import join_names
+from lit_fsdp.sharding.hidden_tensors import list_tensors
 from lit_fsdp.sharding.replaced_method import ReplacedMethod
 from lit_fsdp.sharding.shard import Sharding, find_roots, follow_toggles, reshard, reshard_when_toggled
 from lit_fsdp.sharding.torch_internals import UnitInternals, end_step, is_in_forward, list_edited, list_units
@@ -50,8 +52,11 @@ class GatheredWeights:
         self._undo_late = [unit.gather_when_used(self._units) for unit in own]
         self._hooks: list[ReplacedMethod | RemovableHandle] = [
             *(u.call_before_backward(partial(_keep_for_inner, root, of)) for root, of in units.items() for u in of),
-            *([] if self._is_automatic else (reshard_when_toggled(root) for root in roots)),
         ]
+        self._is_in_step = False
+        if not self._is_automatic:
+            for root, of in units.items():
+                self._hooks += [reshard_when_toggled(root), *self._let_go_without_backward(root, of)]
 
     def remove(self) -> None:
         """Take the hooks out of the module, and keep nothing of it."""
@@ -79,12 +84,14 @@ class GatheredWeights:
 
     def begin_step(self) -> None:
         """Let ``training_step`` begin with shards, so that it can change weights until it uses some."""
+        self._is_in_step = True
         for unit in self._gathers_late:
             if not unit.is_gathered:
                 unit.begin_without_gather()
 
     def end_step(self) -> None:
         """Look what ``training_step`` has changed, and let go where no backward follows it."""
+        self._is_in_step = False
         self._num_steps += 1
         if self._num_steps == 1:
             self._warn_of_edited("training_step", _BETWEEN_STEPS)
@@ -130,6 +137,27 @@ class GatheredWeights:
         self._toggles = []
         self._let_go_of_kept()
         reshard(self._module)
+
+    def _let_go_without_backward(self, root: nn.Module, units: list[UnitInternals]) -> list[RemovableHandle]:
+        """Let a forward that leads to no gradients, in a step, keep nothing that it has gathered: no backward needs it.
+
+        So a step that asks a target network can then move it. Not when it is moved: ranks must gather alike, whatever
+        one of them reads.
+        """
+        gathered: list[UnitInternals] = []
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def begin(*_: Any) -> None:
+            gathered[:] = [u for u in units if self._is_in_step and not (u.is_gathered or u.is_kept)]
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def end(_: nn.Module, __: Any, output: Any) -> None:
+            if not any(tensor.requires_grad for tensor in list_tensors([output])):
+                for unit in gathered:
+                    unit.reshard()
+            gathered.clear()
+
+        return [root.register_forward_pre_hook(begin, prepend=True), root.register_forward_hook(end)]
 
     def _let_go_of_kept(self) -> None:
         for unit in self._units:

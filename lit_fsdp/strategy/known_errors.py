@@ -10,8 +10,9 @@ from lit_fsdp.sharding.shard import find_roots
 
 _MEANINGS = {
     "got mixed torch.Tensor and DTensor": (
-        "weights of an FSDP unit are whole inside its forward, and shards elsewhere: call the module itself, take "
-        "weight.full_tensor(), or set sharding.reshard_after_forward: false"
+        "weights of an FSDP unit are whole inside its forward, those of networks that are optimized by hand also until "
+        "their backward, and shards elsewhere: call the module itself, take weight.full_tensor(), change weights after "
+        "the step of their optimizer, or set sharding.reshard_after_forward: false"
     ),
     "out of bounds for storage of size 0": (
         "FSDP2 had let go of a gathered weight by then. Where a block returns a function or an iterator, let it return "

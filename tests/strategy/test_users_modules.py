@@ -898,6 +898,61 @@ def test_what_a_forward_without_a_backward_has_gathered_hides_no_step_and_no_cha
     compare(build, tmp_path)
 
 
+class MovesTarget(Plain):
+    """As SAC: a critic that learns from its target, which moves at the end of a step; the critic is limited then."""
+
+    def __init__(self, style: str) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.style, self.actor = style, nn.Sequential(nn.Linear(6, 8), Block(8), nn.Linear(8, 1))
+        self.net = nn.Sequential(nn.Linear(7, 8), Block(8), nn.Linear(8, 1))
+        self.target = deepcopy(self.net).requires_grad_(style != "frozen")
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(network.parameters(), lr=0.1) for network in (self.net, self.actor)], []
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> None:
+        x, y = batch["x"], batch["y"]
+        of_critic, of_actor = self.optimizers()  # type: ignore[misc]
+        with torch.no_grad():
+            act = self.actor(x)
+        with torch.set_grad_enabled(self.style == "frozen"):
+            wanted = y + 0.5 * self.target(torch.cat([x, act], 1))
+        of_critic.zero_grad()
+        self.manual_backward((self.net(torch.cat([x, y], 1)) - wanted).square().mean())
+        of_critic.step()
+        loss = -self.net(torch.cat([x, self.actor(x)], 1)).mean()
+        with torch.no_grad():  # while its backward is to come
+            self.net(torch.cat([x, y], 1))
+        of_actor.zero_grad()
+        self.manual_backward(loss)
+        of_actor.step()
+        with torch.no_grad():
+            self.log("bias", self.net(torch.cat([x, y], 1)).mean())
+        self.move()
+
+    def move(self) -> None:
+        for own, target in zip(self.net.parameters(), self.target.parameters(), strict=True):
+            own.data.clamp_(-0.3, 0.3)
+            if self.style == "data":
+                target.data.mul_(0.9)
+                target.data.add_(0.1 * own.data)
+            elif self.style == "frozen":
+                target.data.copy_(0.1 * own.data + 0.9 * target.data)
+            elif self.style == "no gradients":
+                with torch.no_grad():
+                    target.lerp_(own, 0.1)
+        if self.style == "attributes":
+            with torch.no_grad():
+                self.target[0].weight.lerp_(self.net[0].weight, 0.5)
+
+
+@pytest.mark.full(after=1)
+@pytest.mark.parametrize("style", ["data", "frozen", "no gradients", "attributes"])
+def test_networks_that_have_no_backward_to_come_may_be_changed_at_the_end_of_a_step(style: str, tmp_path: Path) -> None:
+    compare(partial(MovesTarget, style), tmp_path, strategy={"wrap": Wrap(module_classes=["Block"])})
+
+
 class Samples(Plain):
     """Draws from its network outside of steps, from before the first one on; what it draws is in what is compared."""
 
