@@ -197,6 +197,7 @@ ATTRIBUTES = {
             "_dump_snapshot",
             "_forward_hooks",
             "_forward_pre_hooks",
+            "_get_current_graph_task_keep_graph",
             "_get_iterator",
             "_is_functional_tensor",
             "_is_view",

@@ -106,15 +106,29 @@ def _end_backward_at_all(self: Any, args: Any, kwargs: Any) -> Any:
 
     It does so before the backward of what has computed one of them, which comes after that of all that came later.
     """
+    weights = {key: value for key, value in (*enumerate(args), *kwargs.items()) if _is_weight(value)}
+    if weights:  # of another unit, to differentiate by: it must stay the one in the graph
+        args = tuple(None if key in weights else value for key, value in enumerate(args))
+        kwargs = {key: None if key in weights else value for key, value in kwargs.items()}
     inputs = _end_backward_at(self, args, kwargs)
+    is_seen = inputs[0] is not args or inputs[1] is not kwargs
+    if weights:
+        args, kwargs = inputs
+        args = tuple(weights.get(key, value) for key, value in enumerate(args))
+        inputs = args, {key: weights.get(key, value) for key, value in kwargs.items()}
     if torch.is_grad_enabled():
         objects = list_objects(inputs)
         hidden = [tensor for tensor in list_tensors(objects) if tensor.grad_fn is not None] if objects else []
         nodes = {id(part): (part, part.grad_fn) for tensor in hidden for part in _list_bases(tensor)}
         self._given = inputs, objects, nodes  # until the forward returns
-        if hidden and inputs[0] is args and inputs[1] is kwargs:
+        if hidden and not is_seen:
             register_multi_grad_hook(hidden, lambda _: self.post_backward(), mode="any")
     return inputs
+
+
+def _is_weight(value: Any) -> bool:
+    # First what takes less time.
+    return isinstance(value, Tensor) and value.requires_grad and value.is_leaf and isinstance(value, nn.Parameter)
 
 
 def _list_bases(tensor: Tensor) -> list[Tensor]:
@@ -124,6 +138,21 @@ def _list_bases(tensor: Tensor) -> list[Tensor]:
 # FSDP2 finds tensors in lists, tuples, dicts and dataclasses only. Seen in torch 2.13.
 FSDPState._register_pre_backward_hook = _begin_backward_at_all  # type: ignore[method-assign]
 FSDPParamGroup._register_post_backward_hook = _end_backward_at_all  # type: ignore[method-assign]
+
+_end_backward = FSDPParamGroup.post_backward
+
+
+def _end_backward_but_inside(self: Any, *unused: Any) -> None:
+    """End a unit's backward, but not in its forward, which still needs its weights, where a backward is inside of it.
+
+    That is one by what the unit was given, as losses of VQGAN differentiate. Units of several modules may be in a
+    forward that does not run all of them.
+    """
+    if self._training_state != TrainingState.FORWARD or len(self.modules) > 1:
+        _end_backward(self, *unused)
+
+
+FSDPParamGroup.post_backward = _end_backward_but_inside  # type: ignore[method-assign]
 
 _call_with = stateless._functional_call
 
@@ -509,6 +538,11 @@ def call_after_backward(root: nn.Module, function: Callable[[], None]) -> Callab
 def call_after_this_backward(function: Callable[[], None]) -> None:
     """Call a function at the end of the backward that runs, whatever it reaches; from a hook of autograd."""
     Variable._execution_engine.queue_callback(function)
+
+
+def retains_graph() -> bool:
+    """Whether the backward that runs leaves its graph for another one; from a hook of autograd."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def will_end_backward(root: nn.Module) -> bool:

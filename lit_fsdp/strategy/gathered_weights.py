@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,14 @@ from lit_fsdp.errors import join_names
 from lit_fsdp.sharding.hidden_tensors import list_tensors
 from lit_fsdp.sharding.replaced_method import ReplacedMethod
 from lit_fsdp.sharding.shard import Sharding, find_roots, follow_toggles, reshard, reshard_when_toggled
-from lit_fsdp.sharding.torch_internals import UnitInternals, end_step, is_in_forward, list_edited, list_units
+from lit_fsdp.sharding.torch_internals import (
+    UnitInternals,
+    end_step,
+    is_in_forward,
+    list_edited,
+    list_units,
+    retains_graph,
+)
 
 _BETWEEN_STEPS = (
     "do it first in training_step and under torch.no_grad(), or in on_train_batch_end before any forward there"
@@ -51,9 +59,13 @@ class GatheredWeights:
         self._gathers_late = own  # of the module itself, in a step
         self._undo_late = [unit.gather_when_used(self._units) for unit in own]
         self._hooks: list[ReplacedMethod | RemovableHandle] = [
-            *(u.call_before_backward(partial(_keep_for_inner, root, of)) for root, of in units.items() for u in of),
+            *(
+                u.call_before_backward(partial(self._keep_for_inner, root, of))
+                for root, of in units.items()
+                for u in of
+            ),
         ]
-        self._is_in_step = False
+        self._is_in_step = self._is_in_backward = False
         if not self._is_automatic:
             for root, of in units.items():
                 self._hooks += [reshard_when_toggled(root), *self._let_go_without_backward(root, of)]
@@ -100,6 +112,15 @@ class GatheredWeights:
             self._warn_of_edited("training_step or a hook", _BETWEEN_STEPS)
         if not self._is_automatic:
             self.reshard()  # what was used last without a backward, for hooks that change weights
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Take the backward that runs inside for one of Lightning's: others are inside of a step."""
+        self._is_in_backward = True
+        try:
+            yield
+        finally:
+            self._is_in_backward = False
 
     def end_backward(self) -> None:
         """Let go of what the last backward of a step has left: hooks look for gradients, and shards have them.
@@ -159,6 +180,18 @@ class GatheredWeights:
 
         return [root.register_forward_pre_hook(begin, prepend=True), root.register_forward_hook(end)]
 
+    def _keep_for_inner(self, root: nn.Module, units: list[UnitInternals]) -> None:
+        """Keep all weights of a root until the step, where a backward is inside of one.
+
+        A backward through the graph of another one reads weights where they were gathered: without them it would end in
+        an error or, on a CPU, in a segmentation fault. A forward that goes on after it has those of the root no more,
+        nor has a step that differentiates by one of them again, as losses of VQGAN do.
+        """
+        is_inner = is_in_forward(root) or (retains_graph() and not self._is_in_backward)
+        if is_inner or torch.is_grad_enabled():  # of the backward: with ``create_graph``
+            for unit in units:
+                unit.keep()
+
     def _let_go_of_kept(self) -> None:
         for unit in self._units:
             if unit.is_kept:
@@ -172,17 +205,6 @@ class GatheredWeights:
                 f"{place} changes {join_names(edited)}: this changes gathered copies of the weights, not the weights; "
                 f"{answer}, see docs/limits.md"
             )
-
-
-def _keep_for_inner(root: nn.Module, units: list[UnitInternals]) -> None:
-    """Keep all weights of a root until the step, where a backward is inside of one.
-
-    A backward through the graph of another one reads weights where they were gathered: without them it would end in an
-    error or, on a CPU, in a segmentation fault. A forward that goes on after it has those of the root no more.
-    """
-    if torch.is_grad_enabled() or is_in_forward(root):  # of the backward: with ``create_graph``
-        for unit in units:
-            unit.keep()
 
 
 def list_limited(module: nn.Module) -> list[str]:

@@ -18,6 +18,10 @@ _MEANINGS = {
         "FSDP2 had let go of a gathered weight by then. Where a block returns a function or an iterator, let it return "
         "the tensors in it; else set sharding.reshard_after_forward and reshard_after_backward to false"
     ),
+    "appears to not have been used in the graph": (
+        "if it is a weight of a block, that was whole inside the forward of the block only: differentiate by a weight "
+        "outside of blocks, or set sharding.reshard_after_forward: false"
+    ),
     r"its data is not allocated yet|numpy\(\) is not supported for tensor subclasses": (
         "shards were read as plain tensors: take torch.nn.utils.get_total_norm for a norm of gradients, and "
         ".full_tensor() for all else"

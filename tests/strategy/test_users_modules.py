@@ -953,6 +953,64 @@ def test_networks_that_have_no_backward_to_come_may_be_changed_at_the_end_of_a_s
     compare(partial(MovesTarget, style), tmp_path, strategy={"wrap": Wrap(module_classes=["Block"])})
 
 
+class Judged(nn.Module):
+    """A loss as of VQGAN: two parts, balanced by their gradients for a weight that it is given; and its critic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.judge = nn.Sequential(nn.Linear(6, 8), Block(8), nn.Linear(8, 1))
+        self.logvar = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor, made: Tensor, is_of_judge: bool, weight: Tensor | None = None) -> Tensor:
+        if is_of_judge:
+            return self.judge(x.detach()).relu().mean() - self.judge(made.detach()).mean()  # type: ignore[no-any-return]
+        first = ((x - made).abs() / self.logvar.exp() + self.logvar).mean()
+        other = -self.judge(made).mean()
+        return first + balance(first, other, lambda: weight) * other
+
+
+def balance(first: Tensor, other: Tensor, read: Callable[[], Any]) -> Tensor:
+    norms = [torch.autograd.grad(loss, read(), retain_graph=True)[0].norm() for loss in (first, other)]
+    return (norms[0] / (norms[1] + 1e-4)).detach()
+
+
+class Autoencoder(Plain):
+    """As those of latent diffusion: a decoder whose last weight balances its losses."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.kind, self.net = kind, nn.Sequential(nn.Linear(6, 8), Block(8), nn.Tanh(), nn.Linear(8, 6))
+        self.loss = Judged()
+
+    def configure_optimizers(self) -> Any:
+        of_net = [*self.net.parameters(), self.loss.logvar]
+        return [torch.optim.SGD(own, lr=0.05) for own in (of_net, self.loss.judge.parameters())], []
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> None:
+        x = batch["x"]
+        for number, optimizer in enumerate(self.optimizers()):  # type: ignore[arg-type]
+            if self.kind == "toggled":
+                self.toggle_optimizer(optimizer)
+            made = self.net(x)
+            if self.kind == "in the step" and not number:
+                first, other = (x - made).abs().mean(), made.square().mean()
+                loss = first + balance(first, other, lambda: self.net[3].weight) * other
+            else:
+                loss = self.loss(x, made, number == 1, weight=self.net[3].weight)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            if self.kind == "toggled":
+                self.untoggle_optimizer(optimizer)
+
+
+@pytest.mark.full(after=1)
+@pytest.mark.parametrize("kind", ["in the loss", "in the step", "toggled"])
+def test_losses_are_balanced_by_their_gradients_for_a_weight_of_another_network(kind: str, tmp_path: Path) -> None:
+    compare(partial(Autoencoder, kind), tmp_path, strategy={"wrap": Wrap(module_classes=["Block"])})
+
+
 class Samples(Plain):
     """Draws from its network outside of steps, from before the first one on; what it draws is in what is compared."""
 
@@ -1031,6 +1089,8 @@ class UsesShards(Samples):
             return loss + sum(parameter.square().sum() for parameter in self.net.parameters())
         if self.use == "others":
             torch.func.functional_call(self.net, {"1.down.weight": torch.zeros(8, 16)}, batch["x"])
+        if self.use == "by a weight":
+            torch.autograd.grad(loss, self.net[1].down.weight)
         if self.use == "product":
             return loss + (batch["x"].float() @ self.own).mean()
         return loss
@@ -1054,6 +1114,11 @@ class UsesShards(Samples):
         ("norm", "not allocated yet", r"take torch\.nn\.utils\.get_total_norm for a norm"),
         ("numbers", "not supported for tensor subclasses", r"shards were read as plain.*full_tensor\(\) for all"),
         ("others", "got another tensor for 1.down.weight, which is sharded", r"a min_num_params above the size"),
+        (
+            "by a weight",
+            "not have been used in the graph",
+            r"a weight of a block.* set sharding\.reshard_after",
+        ),
         ("save", "on an invalid python storage", r"get_model_state_dict with .*on rank 0 save_pretrained with that"),
         ("product", "to have the same dtype", r"give x\.to\(weight\.dtype\) to products of your own"),
     ],
