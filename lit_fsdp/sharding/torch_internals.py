@@ -83,7 +83,7 @@ def _begin_backward_at_all(self: Any, output: Any) -> Any:
 
     Otherwise nothing would gather weights for it, or reduce gradients.
     """
-    given = [vars(group).pop("_given", ((), [], {})) for group in self._fsdp_param_groups]
+    given = [_forget_given(group) for group in self._fsdp_param_groups]
     output = _begin_backward_at(self, output)
     objects = [*list_objects(output), *(value for _, values, _ in given for value in values)]
     if not objects or not torch.is_grad_enabled():
@@ -99,6 +99,12 @@ def _begin_backward_at_all(self: Any, output: Any) -> Any:
         if is_own and self._pre_backward not in (part._backward_hooks or {}).values():
             part.register_hook(self._pre_backward)
     return output
+
+
+def _forget_given(group: Any) -> tuple[Any, list[Any], dict[int, Any]]:
+    """Return what a forward was given that has returned, or has failed: its graph holds all that came before."""
+    given: tuple[Any, list[Any], dict[int, Any]] = vars(group).pop("_given", ((), [], {}))
+    return given
 
 
 def _end_backward_at_all(self: Any, args: Any, kwargs: Any) -> Any:
@@ -338,6 +344,7 @@ def leave_forward(root: nn.Module) -> None:
             continue
         state = module._get_fsdp_state()
         for group in state._fsdp_param_groups:
+            _forget_given(group)
             if group._training_state == TrainingState.FORWARD or group._all_gather_result is not None:
                 group.wait_for_unshard()  # of a prefetch
                 group.reshard()
@@ -358,6 +365,7 @@ def end_step(root: Any) -> None:
         if not isinstance(module, FSDPModule):
             continue
         for group in module._get_fsdp_state()._fsdp_param_groups:
+            _forget_given(group)
             for parameter in group.fsdp_params:
                 # torch 2.13 leaves what was being copied, and gradients that no_sync adds up.
                 parameter.free_unsharded_param()
@@ -669,6 +677,7 @@ class UnitInternals:
 
     def end(self) -> None:
         """Let go of what an error in a step has left gathered; this waits for no other rank, see ``end_step``."""
+        _forget_given(self._group)
         if self._group._training_state != TrainingState.IDLE:
             self._group._training_state = TrainingState.IDLE
             self._group.reshard()

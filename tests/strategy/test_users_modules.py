@@ -1,9 +1,11 @@
 """What users of Lightning write works under ``FSDP2Strategy`` as under DDP, or is refused."""
 
 import csv
+import gc
 import random
 import time
 import warnings
+import weakref
 from collections import UserList
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -2030,12 +2032,13 @@ def test_a_step_begins_with_shards_and_gathers_what_it_uses(
 
 
 class FailsOnce(Plain):
-    """Ends its first run in an error, before a step uses a weight, after it, or in the backward of a block."""
+    """Ends its first run in an error: before a step uses a weight, inside of a block, after it, or in its backward."""
 
     def __init__(self, place: str) -> None:
         super().__init__()
         self.blocks, self.head = nn.Sequential(Block(6), Block(6)), nn.Linear(6, 1)
         self.place, self.has_failed = place, False
+        self.blocks[1].up.register_forward_pre_hook(lambda *_: self.fail("inside"))
 
     def fail(self, place: str) -> None:
         if self.place == place and not self.has_failed:
@@ -2046,6 +2049,7 @@ class FailsOnce(Plain):
         self.fail("before")
         hidden = self.blocks[0](batch["x"])
         hidden.register_hook(lambda _: self.fail("backward"))
+        self.hidden = weakref.ref(hidden)
         loss = (self.head(self.blocks[1](hidden)) - batch["y"]).square().mean()
         self.fail("after")
         return loss
@@ -2056,13 +2060,15 @@ def fail_and_train(build: Callable[[], FailsOnce], out: Path, is_sharded: bool) 
     with pytest.raises(ValueError, match="once"):
         train(lambda: module, out, is_sharded)
     assert module.head.weight.requires_grad
+    gc.collect()
+    assert module.place == "before" or module.hidden() is None
     assert {type(holder._parameters) for holder in module.modules()} == {dict}
     assert not is_sharded or all(isinstance(p, DTensor) for p in module.parameters())
     train(lambda: module, out, is_sharded)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("place", ["before", "after", "backward"])
+@pytest.mark.parametrize("place", ["before", "inside", "after", "backward"])
 def test_a_module_trains_again_after_an_error_in_a_step(place: str, tmp_path: Path) -> None:
     for name in ("sharded", "ddp"):
         run_ranks(fail_and_train, partial(FailsOnce, place), tmp_path / name, name == "sharded")
