@@ -41,7 +41,8 @@ class PreferenceData(TextData):
     """Preferences from files, data sets or the Hugging Face Hub, as tokens.
 
     Rows are pairs (``prompt``, ``chosen``, ``rejected``) or completions with a label (``prompt``, ``completion``,
-    ``label``), as text or as lists of messages. Without ``prompt``, a pair has as its prompt what both begin with.
+    ``label``), as text or as lists of messages. Without ``prompt``, a pair has as its prompt what both begin with, and
+    of ``messages`` with a ``label`` the last one is the completion.
     ``columns`` names other fields; an ``input`` is part of an ``instruction`` that is the prompt. Sources, tokenizing
     and the cache are those of ``TextData``; each completion is read after its prompt as one document, of which only the
     completion counts. ``pydoc`` gives pairs made of Python's manual: how a piece of it goes on is better than the same

@@ -12,7 +12,7 @@ from typing import Any
 from typing_extensions import override
 
 from lit_fsdp.tasks.row_files import Row, describe
-from lit_fsdp.tasks.text.messages import RowError
+from lit_fsdp.tasks.text.messages import MessageFields, RowError, parse_messages
 from lit_fsdp.tasks.text.pairs import QUESTIONS, get_prompt, keep_rest, name_fields, split_pair, wrap_message
 from lit_fsdp.tasks.text.rows import PAIR, RowFormat, describe_fields
 
@@ -99,8 +99,10 @@ def _split(row: Row, columns: PreferenceColumns) -> list[Row]:
             Row(where=row.where, fields=one, mark=mark)
             for one, mark in zip(split_pair(fields), (CHOSEN, REJECTED), strict=True)
         ]
-    if present.issuperset(_LABELLED):
-        prompt, completion = get_prompt(fields), wrap_message(fields["completion"])
+    prompt, completion = get_prompt(fields), wrap_message(fields.get("completion"))
+    if "label" in present and completion is None and isinstance(prompt, list):
+        prompt, completion = _split_chat(prompt, columns)
+    if "label" in present and completion is not None:
         if prompt is None:
             raise RowError(f"{describe_fields(row.fields)}: a completion needs its prompt; set columns.prompt")
         mark = DESIRABLE if _get_label(fields["label"]) else UNDESIRABLE
@@ -111,6 +113,19 @@ def _split(row: Row, columns: PreferenceColumns) -> list[Row]:
             empty = next(name for name in layout if name not in present)
             raise RowError(f'"{names.get(empty, empty)}" is empty; remove the row or set bad_rows: skip')
     raise RowError(_explain_layout(row.fields, present))
+
+
+def _split_chat(messages: list[Any], columns: PreferenceColumns) -> tuple[list[Any], list[Any]]:
+    """Return the prompt and the answer of a chat with a label, as LLaMA-Factory has them."""
+    parsed, _ = parse_messages(messages, "messages", MessageFields(role=columns.role, content=columns.content))
+    if parsed[-1]["role"] != "assistant":
+        raise RowError(
+            f'the last message is by "{parsed[-1]["role"]}": expected the answer that "label" is of; add it, or a '
+            '"completion" beside "label"'
+        )
+    if len(parsed) == 1:
+        raise RowError("the answer is the only message: expected its prompt before it")
+    return messages[:-1], messages[-1:]
 
 
 def _name_prompt(fields: Mapping[str, Any], columns: PreferenceColumns) -> dict[str, Any]:
@@ -134,7 +149,10 @@ def _get_label(value: object) -> bool:
 
 
 def _explain_layout(fields: Mapping[str, Any], present: set[str]) -> str:
-    known = "prompt, chosen and rejected, or prompt, completion and label"
+    known = "prompt, chosen and rejected, or prompt, completion and label, or messages and label"
+    is_flag = [name for name, value in fields.items() if isinstance(value, bool)]
+    if len(is_flag) == 1 and "label" not in present and isinstance(get_prompt(fields), list):
+        return f"{describe_fields(fields)}: expected {known}; set columns, such as columns: {{label: {is_flag[0]}}}"
     words = _UNPAIRED_WORDS if present & {"completion", "label"} else _WORDS
     guess: dict[str, str] = {}
     left = [str(name) for name in fields]

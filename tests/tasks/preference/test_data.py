@@ -20,7 +20,8 @@ QUESTION, GOOD, BAD = "How much is 1 + 1?", "It is 2.", "No idea."
 
 UNKNOWN = (
     "the row has: question, response_w, response_l: expected prompt, chosen and rejected, or prompt, completion and "
-    "label; set columns, such as columns: {prompt: question, chosen: response_w, rejected: response_l}"
+    "label, or messages and label; set columns, such as columns: {prompt: question, chosen: response_w, rejected: "
+    "response_l}"
 )
 
 
@@ -31,6 +32,7 @@ def message(role: str, content: str) -> dict[str, str]:
 USER, BETTER, WORSE = message("user", QUESTION), message("assistant", GOOD), message("assistant", BAD)
 SYSTEM = message("system", "Be brief.")
 AS_CHAT = f"[chosen] <user>{QUESTION}</s><assistant>⟦{GOOD}</s>⟧[rejected] <user>{QUESTION}</s><assistant>⟦{BAD}</s>⟧"
+AS_ANSWER = f"[label: true] <user>{QUESTION}</s><assistant>⟦{GOOD}</s>⟧"
 AS_TEXT = f"[chosen] {QUESTION}⟦ {GOOD}<|endoftext|>⟧[rejected] {QUESTION}⟦ {BAD}<|endoftext|>⟧"
 
 
@@ -84,16 +86,31 @@ def show(data: PreferenceData, number: int = 0) -> str:
             {"columns": PreferenceColumns(prompt="dialog", chosen="w", rejected="l", role="who", content="says")},
             AS_CHAT,
         ),
-        ({"prompt": [USER], "completion": [BETTER], "label": True}, {}, AS_CHAT[: len(AS_CHAT) // 2 + 1]),
+        ({"prompt": [USER], "completion": [BETTER], "label": True}, {}, AS_ANSWER),
+        ({"messages": [USER, BETTER], "label": True}, {}, AS_ANSWER),
+        (
+            {"messages": [USER, WORSE, USER, BETTER], "label": True, "completion": None},
+            {},
+            f"[label: true] <user>{QUESTION}</s><assistant>{BAD}</s><user>{QUESTION}</s><assistant>⟦{GOOD}</s>⟧",
+        ),
+        # LLaMA-Factory.
+        (
+            {
+                "conversations": [{"from": "human", "value": QUESTION}, {"from": "gpt", "value": GOOD}],
+                "kto_tag": True,
+            },
+            {"columns": PreferenceColumns(label="kto_tag")},
+            AS_ANSWER,
+        ),
     ],
 )
 def test_layouts_mean_a_prompt_with_completions(
     row: dict[str, Any], options: dict[str, Any], shown: str, tmp_path: Path
 ) -> None:
-    if "label" in row:
-        shown = AS_CHAT[: AS_CHAT.index("[rejected]")].replace("[chosen]", "[label: true]")
-        other = {**row, "label": "false"}
-        assert show(make(tmp_path, [row, other]), 1) == shown.replace("true", "false")
+    if shown.startswith("[label"):
+        other = {name: "false" if value is True else value for name, value in row.items()}
+        assert show(make(tmp_path, [other, row], **options)) == shown.replace("true", "false")
+        assert show(make(tmp_path, [other, row], **options), 1) == shown
     else:
         assert show(make(tmp_path, [row], **options)) == shown
 
@@ -132,6 +149,9 @@ def test_layouts_mean_a_prompt_with_completions(
             "\"label\" must be true or false, it is a string ('good')",
         ),
         ({"completion": "b", "label": True}, "a completion needs its prompt"),
+        ({"messages": [BETTER, USER], "label": True}, 'the last message is by "user": expected the answer that'),
+        ({"messages": [BETTER], "label": True}, "the answer is the only message: expected its prompt before it"),
+        ({"messages": [USER, BETTER], "tag": True}, "set columns, such as columns: {label: tag}"),
     ],
 )
 def test_other_rows_are_answered_with_what_to_do(row: dict[str, Any], message: str, tmp_path: Path) -> None:
