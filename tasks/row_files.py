@@ -245,6 +245,45 @@ def read_parquet(path: Location, columns: Sequence[str] | None = None) -> Iterat
         yield make_bad(place, f"not readable as Parquet: {reason}")
 
 
+def read_class_names(path: Location, field: str) -> list[str] | None:
+    """Return the names that ``datasets`` has written into a Parquet file for the numbers of a column, if there are any.
+
+    Raises:
+        ValueError: It is there, and cannot be read; of a file that is no Parquet, whoever reads its rows says so.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        if isinstance(path, Path):
+            schema = pq.read_schema(path)
+        else:
+            with open_bytes(path, wanted_bytes=_AT_ONCE_BYTES) as file:
+                schema = pq.read_schema(file)
+    except (pa.ArrowException, OSError, UnicodeDecodeError):
+        return None
+    if b"huggingface" not in (schema.metadata or {}):
+        return None
+    from datasets import Features
+
+    try:
+        return list_class_names(Features.from_arrow_schema(schema).get(field))
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        reason = get_first_line(error)
+        raise ValueError(f"{path}: what datasets has written about its columns is damaged: {reason}") from error
+
+
+def list_class_names(kind: Any) -> list[str] | None:
+    """Return the names of a column of ``datasets`` that is a ``ClassLabel``, or has lists of it."""
+    names = getattr(getattr(kind, "feature", kind), "names", None)
+    return [name.strip() for name in names] if names else None
+
+
+def name_class(number: Any, names: Sequence[str]) -> str | None:
+    """Return the name of the class of a number; ``None`` for -1, of which data sets make no label."""
+    return names[number] if number in range(len(names)) else None
+
+
 def is_saved(folder: Path) -> bool:
     """Return whether ``datasets`` has saved to a folder, be it in part.
 

@@ -26,9 +26,12 @@ from lit_fsdp.tasks.row_files import (
     Row,
     describe,
     is_saved,
+    list_class_names,
     list_files,
     list_folders,
+    name_class,
     open_saved,
+    read_class_names,
     refuse_splits,
     tell_retries_once,
 )
@@ -271,6 +274,7 @@ def _read_manifest(path: Path, fields: Fields, *, needs_labels: bool, needs_file
         found = _load_rows(str(path), "train")
         return _open_data_set(str(path), found, fields=fields, needs_labels=needs_labels, folder=path.parent)
     has_labels = needs_labels and any(fields.label in row.fields for row in rows)
+    names = read_class_names(path, fields.label) if path.suffix == ".parquet" else None
     folder = path.parent
     paths: list[Path] = []
     labels: list[str] = []
@@ -284,11 +288,13 @@ def _read_manifest(path: Path, fields: Fields, *, needs_labels: bool, needs_file
                 "folders of classes and tar shards are read"
             )
         if has_labels:
-            labels.append(get_label(row.fields.get(fields.label), where=row.where, field=fields.label))
+            value = row.fields.get(fields.label)
+            value = value if names is None else name_class(value, names)
+            labels.append(get_label(value, where=row.where, field=fields.label))
         paths.append(folder / name)
     if needs_files:
         _refuse_missing(path, rows, paths)
-    return _open_files(paths, labels if has_labels else None)
+    return _open_files(paths, labels if has_labels else None, list(dict.fromkeys(names)) if names else None)
 
 
 def _refuse_missing(table: Path, rows: Sequence[Row], paths: Sequence[Path]) -> None:
@@ -329,10 +335,9 @@ def _open_data_set(source: str, rows: Any, *, fields: Fields, needs_labels: bool
     if fields.label in features:
         values = rows.with_format(None)[fields.label][:]
         kind = features[fields.label]
-        if isinstance(kind, datasets.ClassLabel):
-            names = [name.strip() for name in kind.names]
+        if isinstance(kind, datasets.ClassLabel) and (names := list_class_names(kind)):
             class_names = list(dict.fromkeys(names))
-            values = [names[v] if v is not None and 0 <= v < len(names) else None for v in values]  # -1: missing
+            values = [name_class(value, names) for value in values]
         try:
             labels = [
                 get_label(value, where=f"{source} row {number}", field=fields.label)

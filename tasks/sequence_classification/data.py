@@ -42,7 +42,7 @@ from lit_fsdp.tasks.sequence_classification.rows import (
     LabeledEncoder,
     LabeledFormat,
     PydocParagraphs,
-    list_class_names,
+    find_class_names,
     list_labeled_texts,
     name_labels,
     write_labeled,
@@ -90,8 +90,8 @@ class LabeledTextData(TaskData):
             or ``reward`` for pairs. If not given, lists are several labels; where all labels are numbers, and some
             have a point, such as 1.0, they are values to predict; all else names a class.
         classes: Names of the classes, in the order of the model's outputs. If not given, those of ``train``: as a data
-            set has them for its numbers (``ClassLabel``), else sorted, or 0 to the largest where labels are whole
-            numbers.
+            set or Parquet has them for its numbers (``ClassLabel``), else sorted, or 0 to the largest where labels are
+            whole numbers.
         columns: The fields of your rows, where they have names of their own.
         label: The field that holds the label.
         bad_rows: ``error`` stops at the first bad row; ``skip`` leaves bad rows out and warns with their number.
@@ -351,8 +351,10 @@ class LabeledTextData(TaskData):
         facts = {"tokenizer": self._tokenizer_id, "seq_length": self.seq_length, "is_labeled": labeled.is_labeled}
         facts |= {"has_places": True} if self.skips_bad_rows and not labeled.is_labeled else {}
         names: list[str] | None = None
-        if labeled.is_labeled and self.given_classes is None and self.given_problem != REGRESSION:
-            names = list_class_names(parts, labeled.label)
+        if labeled.is_labeled and not labeled.is_pair and self.given_problem != REGRESSION:
+            names = find_class_names(parts, labeled.label)
+        if self.given_classes is not None and not set(names or ()) <= set(self.given_classes):
+            names = None  # numbers are then places in classes, which has new names for them
         facts |= {} if names is None else {"names": names}
 
         def build(folder: Path) -> None:

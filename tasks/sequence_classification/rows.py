@@ -10,7 +10,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from lit_fsdp.tasks.row_files import Row, show_controls
+from lit_fsdp.tasks.row_files import Row, name_class, show_controls
 from lit_fsdp.tasks.sequence_classification.labels import LabelWriter, Value, read_label
 from lit_fsdp.tasks.text.messages import RowError
 from lit_fsdp.tasks.text.pairs import name_fields, split_pair
@@ -27,7 +27,7 @@ from lit_fsdp.tasks.text.rows import (
     parse_row,
     suggest_columns,
 )
-from lit_fsdp.tasks.text.sources import DatasetPart, Part, PydocPart
+from lit_fsdp.tasks.text.sources import Part, PydocPart
 from lit_fsdp.tasks.text.tokens import NUM_AT_ONCE, NUM_NAMED, Encoded, Encoder, TokenWriter
 
 OF_PAIRS = ("prompt", *PAIR)  # columns
@@ -110,29 +110,17 @@ class PydocParagraphs(PydocPart):
                 yield Row(where=f"{row.where} paragraph {number}", fields={"text": text, "label": label})
 
 
-def list_class_names(parts: Sequence[Part], field: str) -> list[str] | None:
-    """Return the names that data sets have for the numbers of a field, of the kind ``ClassLabel`` or lists of it.
-
-    ``None`` where some are no data sets of the ``datasets`` library, or have other names.
-    """
-    found = {_list_names(part, field) for part in parts}
-    return list(found.pop()) or None if len(found) == 1 else None
-
-
-def _list_names(part: Part, field: str) -> tuple[str, ...]:
-    if not isinstance(part, DatasetPart):
-        return ()
-    kind = part.dataset.features.get(field)
-    return tuple(name.strip() for name in getattr(getattr(kind, "feature", kind), "names", ()))
+def find_class_names(parts: Sequence[Part], field: str) -> list[str] | None:
+    """Return the names that sources have for the numbers of a field; ``None`` where some have none, or others."""
+    first, *others = [part.list_class_names(field) for part in parts]
+    return first if all(names == first for names in others) else None
 
 
 def name_labels(rows: Iterable[Row], field: str, names: Sequence[str]) -> Iterator[Row]:
     """Yield rows with names in place of the numbers of a field; -1, of which data sets make no label, becomes none."""
 
     def name(value: Any) -> Any:
-        if isinstance(value, list):
-            return [name(one) for one in value]
-        return names[value] if value in range(len(names)) else None
+        return [name(one) for one in value] if isinstance(value, list) else name_class(value, names)
 
     for row in rows:
         yield replace(row, fields={**row.fields, field: name(row.fields.get(field))})

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lit_fsdp.cache import sample_file
-from lit_fsdp.checkpoint.remote import RemotePath, UnreachableError, is_remote, locate
+from lit_fsdp.checkpoint.remote import Location, RemotePath, UnreachableError, is_remote, locate
 from lit_fsdp.errors import get_first_line, nearest
 from lit_fsdp.files import refuse_special_file
 from lit_fsdp.redaction import redact
@@ -25,8 +25,11 @@ from lit_fsdp.tasks.row_files import (
     Row,
     drop_filled,
     is_saved,
+    list_class_names,
     list_files,
     open_saved,
+    read_class_names,
+    read_parquet,
     refuse_splits,
     tell_retries_once,
 )
@@ -67,6 +70,11 @@ class Part(ABC):
         """Return what tells it from others without reading all of it, wherever it lies, as JSON."""
         return self.identify()
 
+    def list_class_names(self, field: str) -> list[str] | None:
+        """Return the names that it has for the numbers of a field, of the kind ``ClassLabel`` or lists of it."""
+        del field
+        return None
+
 
 @dataclass(frozen=True, kw_only=True)
 class FilePart(Part):
@@ -90,6 +98,10 @@ class FilePart(Part):
     @override
     def identify_unread(self) -> Any:
         return [self.path.name, *sample_file(self.path), self.txt_documents]
+
+    @override
+    def list_class_names(self, field: str) -> list[str] | None:
+        return _read_class_names(self.path, field)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +128,10 @@ class ObjectPart(Part):
         rows = read_file(self.path, txt_documents=self.txt_documents, num_skipped=num_rows)
         shown = redact(str(self.path))  # as the places of bad rows are kept on disk
         return rows if shown == str(self.path) else (_rename(row, str(self.path), shown) for row in rows)
+
+    @override
+    def list_class_names(self, field: str) -> list[str] | None:
+        return _read_class_names(self.path, field)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +162,10 @@ class DatasetPart(Part):
     def read_after(self, num_rows: int) -> Iterator[Row]:
         for number, fields in islice(enumerate(self.dataset, start=1), num_rows, None):
             yield Row(where=f"{self.name} row {number}", fields=drop_filled(fields))
+
+    @override
+    def list_class_names(self, field: str) -> list[str] | None:
+        return list_class_names(self.dataset.features.get(field))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,6 +314,10 @@ def _find_objects(where: RemotePath) -> dict[RemotePath, tuple[int, str]]:
         )
         raise ValueError(f"{where}: {what}; known are {kinds}")
     return {path: found[path] for path in read}
+
+
+def _read_class_names(path: Location, field: str) -> list[str] | None:
+    return read_class_names(path, field) if READERS[path.suffix.lower()] is read_parquet else None
 
 
 def _rename(row: Row, path: str, shown: str) -> Row:

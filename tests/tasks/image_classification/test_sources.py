@@ -413,7 +413,7 @@ def test_a_row_without_a_class_is_no_class_and_only_predicted(tmp_path: Path, no
     assert open_images(source, split=None, split_of="predict", fields=FIELDS).labels is None
 
 
-def test_spaces_around_names_of_a_data_set_make_no_other_class(tmp_path: Path) -> None:
+def test_data_sets_and_tables_of_them_name_classes_and_spaces_around_make_no_other(tmp_path: Path) -> None:
     import datasets
 
     assert find(save_rows(tmp_path / "text", ["cat", " cat"])).labels == ["cat", "cat"]
@@ -421,8 +421,12 @@ def test_spaces_around_names_of_a_data_set_make_no_other_class(tmp_path: Path) -
     kind = datasets.ClassLabel(names=["eel", "cat ", "cat"])
     features = datasets.Features(image=datasets.Image(), label=kind)
     datasets.Dataset.from_dict(rows, features=features).save_to_disk(str(tmp_path / "names"))
-    found = find(tmp_path / "names")
-    assert (found.class_names, found.labels) == (["eel", "cat"], ["eel", "cat", "cat"])
+    paths = rows | {"image": ["0.png", "1.png", "2.png"]}
+    of_paths = datasets.Features(image=datasets.Value("string"), label=kind)
+    datasets.Dataset.from_dict(paths, features=of_paths).to_parquet(tmp_path / "names.parquet")
+    for place in ("names", "names.parquet"):
+        found = find(tmp_path / place)
+        assert (found.class_names, found.labels) == (["eel", "cat"], ["eel", "cat", "cat"])
 
 
 def write_cells(path: Path, cells: list[Any], kind: Any) -> Path:

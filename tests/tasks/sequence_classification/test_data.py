@@ -65,8 +65,11 @@ def test_what_is_learned_follows_from_the_labels(
     assert batch["attention_mask"].tolist() == stock["attention_mask"]
 
 
+@pytest.mark.parametrize("is_saved", [True, False], ids=["saved", "parquet"])
 @pytest.mark.parametrize(("labels", "expected"), [([2, 0], [2, 0]), ([[0, 2], []], [[1, 0, 1], [0, 0, 0]])])
-def test_classes_are_those_that_a_data_set_names(make: Any, tmp_path: Path, labels: Any, expected: Any) -> None:
+def test_classes_are_those_that_a_data_set_names(
+    make: Any, tmp_path: Path, labels: Any, expected: Any, is_saved: bool
+) -> None:
     """In its order, of which one has no row; where they are numbers themselves, none is taken for a place."""
     names = ["3", "1", "2"]
     kind: Any = ClassLabel(names=names)
@@ -74,8 +77,9 @@ def test_classes_are_those_that_a_data_set_names(make: Any, tmp_path: Path, labe
 
     def save(name: str, labels: Any) -> str:
         rows = {"text": [f"{TEXT}{i}" for i in range(len(labels))], "label": labels}
-        Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / name)
-        return str(tmp_path / name)
+        made, where = Dataset.from_dict(rows, features=features), tmp_path / (name if is_saved else f"{name}.parquet")
+        made.save_to_disk(where) if is_saved else made.to_parquet(where)
+        return str(where)
 
     later = labels[:1]  # without the first class, or the second
     data = make(train=save("train", labels), validation=save("validation", later))
@@ -89,6 +93,12 @@ def test_classes_are_those_that_a_data_set_names(make: Any, tmp_path: Path, labe
         numbers = make(train=save("numbers", labels), problem_type="regression")
         numbers.setup("fit")
         assert numbers.classes is None
+        # Those given win: in their order, also with others; names of their own are those of the numbers.
+        for classes, wanted in ((["2", "3", "9", "1"], [0, 1]), (["a", "b", "c"], [2, 0])):
+            given = make(train=save("given", labels), classes=classes)
+            given.setup("fit")
+            assert given.classes == classes
+            assert next(iter(given.train_dataloader()))["labels"].tolist() == wanted
 
 
 def test_chats_and_pairs_are_rendered_and_long_pairs_left_out(make: Any, tokenizer: str) -> None:
