@@ -24,6 +24,7 @@ from lit_fsdp.tasks.text.files import read_file
 from lit_fsdp.tasks.text.messages import RowError
 from lit_fsdp.tasks.text.preview import Preview
 from lit_fsdp.tasks.text.rows import RowFormat
+from lit_fsdp.tasks.text.sources import check_source
 from lit_fsdp.tasks.text.streaming import Document, EndlessLoader, RowMaker, StreamPlace
 from lit_fsdp.tasks.text.tokenizer import get_pad_id, load_tokenizer
 from lit_fsdp.tasks.text.tokens import NUM_AT_ONCE, Encoder, encode_rows
@@ -76,10 +77,14 @@ class RayTextData(TextData):
 
         paths = [source if is_remote(source) else _make_absolute(source) for source in self.train]
         shuffled = {"shuffle": "files"} if self.shuffle else {}
-        if self.suffixes == [".parquet"]:
-            rows = ray.data.read_parquet(paths, **shuffled)
-        else:
-            rows = ray.data.read_datasource(_make_source(paths, self.suffixes, **shuffled))
+        try:
+            if self.suffixes == [".parquet"]:
+                rows = ray.data.read_parquet(paths, **shuffled)
+            else:
+                rows = ray.data.read_datasource(_make_source(paths, self.suffixes, **shuffled))
+        except FileNotFoundError as error:
+            _refuse_missing(paths)
+            raise ValueError(f"train: {error}: no such file or folder; Ray reads no patterns") from error
         tokenizer = str(self.tokenizer_setting)
         settings = {
             "tokenizer": _make_absolute(tokenizer) if Path(tokenizer).expanduser().is_dir() else tokenizer,
@@ -289,18 +294,28 @@ def _make_absolute(path: str) -> str:
     return str(Path(path).expanduser().absolute())
 
 
+def _refuse_missing(paths: list[str]) -> None:
+    """Refuse the first path that is not there, with the nearest name that is."""
+    for path in paths:
+        try:
+            check_source(path)
+        except ValueError as error:
+            raise ValueError(f"train: {error}") from None
+
+
 def _choose_kind(sources: list[str]) -> list[str]:
     """Return the suffixes of what all sources are."""
     suffixes: set[str] = set()
     for source in sources:
         folder = Path(source).expanduser()
         inside_it = [path for path in folder.iterdir() if not path.name.startswith(".")] if folder.is_dir() else []
-        read = [path for path in inside_it if path.suffix in chain(*_KINDS)]
+        read = [path for path in inside_it if path.suffix.lower() in chain(*_KINDS)]
         refuse_splits(folder, [path.name for path in read])
-        inside = {path.suffix for path in read} if folder.is_dir() else {folder.suffix}
+        inside = {path.suffix.lower() for path in (read if folder.is_dir() else [folder])}
         suffixes |= inside or {""}
     kind = next((kind for kind in _KINDS if suffixes and suffixes <= set(kind)), None)
     if kind is None:
+        _refuse_missing([_make_absolute(s) for s in sources if not is_remote(s) and not Path(s).suffix])
         raise ValueError(
             f"train: got {', '.join(sources) or 'nothing'}: expected files or folders of one kind: "
             f"{', '.join(chain(*_KINDS))}"

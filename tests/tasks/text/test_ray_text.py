@@ -95,7 +95,7 @@ OTHER_CALL = {"function": {"name": "g", "arguments": {"n": 1.5, "day": ["a"]}}}
                 {"messages": [CHAT[0], {"role": "assistant", "tool_calls": [CALL, OTHER_CALL]}]},
             ],
         ),
-        ("dates.jsonl", [{"text": "2020-01-01"}]),
+        ("DATES.JSONL", [{"text": "2020-01-01"}]),
         ("rows.csv", 'prompt,completion\n"1\nis ",007\n2,1.50\n'),
     ],
 )
@@ -145,6 +145,26 @@ def test_processes_of_ray_in_another_folder_find_files_and_tokenizer(
     assert given["tokenizer"] == str(here / name)
     RayTextData(train="~/a.parquet", tokenizer="org/name").make_ray_datasets()
     assert (given["paths"], given["tokenizer"]) == ([str(Path.home() / "a.parquet")], "org/name")
+
+
+def test_a_file_that_is_not_there_is_named_with_the_nearest_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(paths: list[str], **_: Any) -> Any:
+        raise FileNotFoundError(paths[-1])
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(data=SimpleNamespace(read_parquet=read)))
+    monkeypatch.setitem(sys.modules, "ray.data", sys.modules["ray"].data)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "part.parquet").touch()
+    (tmp_path / "rows").mkdir()
+    data = RayTextData(train=["part.parquet", "prat.parquet"], tokenizer="t")
+    with pytest.raises(ValueError, match=r"train: .*/prat\.parquet: no such file .* did you mean .*/part\.parquet\?"):
+        data.make_ray_datasets()
+    with pytest.raises(ValueError, match=r"train: .*\*\.parquet: no such file or folder; Ray reads no patterns"):
+        RayTextData(train="*.parquet", tokenizer="t").make_ray_datasets()
+    with pytest.raises(ValueError, match=r"train: .*/rosw: no such file .* did you mean .*/rows\?"):
+        RayTextData(train="rosw", tokenizer="t")
 
 
 def test_settings_that_a_stream_cannot_keep_are_refused() -> None:
