@@ -283,6 +283,14 @@ def _resolve_parameters(model: nn.Module, lora: LoRA) -> list[str]:
 
 def _describe_unknown(model: nn.Module, part: str, known: Sequence[str]) -> str:
     """Return why a name is none of a weight of experts, and which may be meant."""
+    owner = next(
+        (m for n, m in model.named_modules() for key in _list_stacked(m) if _ends_with(f"{n}.{key}", part)), None
+    )
+    if owner is not None and not is_experts(owner):
+        return (
+            f"{type(owner).__name__} computes with its weights in a way that takes no adapters yet; leave it out, and "
+            "name linear layers in target_modules"
+        )
     if not known:
         return "the model has no fused experts; leave it out"
     num_parts = part.count(".") + 1
@@ -292,6 +300,13 @@ def _describe_unknown(model: nn.Module, part: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(part, shorts, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}?" if near else f"expected one such as {', '.join(shorts[:4])}"
     return f"the model has no such weight of fused experts; {hint}"
+
+
+def _list_stacked(module: nn.Module) -> list[str]:
+    """Return the names of weights that are matrices side by side, as those of experts; not of convolutions of torch."""
+    if type(module).__module__.startswith("torch."):
+        return []
+    return [name for name, parameter in module.named_parameters(recurse=False) if parameter.dim() == 3]
 
 
 def _check_names(model: nn.Module, lora: LoRA) -> None:

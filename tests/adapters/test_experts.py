@@ -297,3 +297,20 @@ def test_a_model_without_experts_is_named() -> None:
         ValueError, match=r"lora.target_parameters: got .*: the model has no fused experts; leave it out"
     ):
         add_adapters(build_language_model("llama"), LORA)
+
+
+@pytest.mark.parametrize(
+    ("family", "names", "owner"),
+    [
+        ("llama4_text", ["experts.gate_up_proj"], "Llama4TextExperts"),
+        ("jetmoe", ["mlp.output_linear.weight"], "JetMoeParallelExperts"),
+    ],
+)
+def test_experts_of_other_layouts_are_named(family: str, names: list[str], owner: str) -> None:
+    message = f"lora.target_parameters: got '{names[0]}': {owner} computes .* takes no adapters yet; leave it out, and"
+    sizes = {"num_hidden_layers": 1, "vocab_size": 16, "hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
+    config = AutoConfig.for_model(family, **sizes, num_attention_heads=2, num_key_value_heads=2, num_local_experts=2)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match=message):
+        add_adapters(model, replace(LORA, target_modules=[], target_parameters=names))
