@@ -173,6 +173,7 @@ def list_trl_keys() -> set[str]:
         pytest.skip("trl is not installed")
     folder = Path(spec.submodule_search_locations[0])
     files = [*(folder / "trainer").glob("*_config.py"), folder / "scripts" / "utils.py"]
+    files += [folder / "experimental" / name / f"{name}_config.py" for name in ("orpo", "cpo")]
     nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
     return {n.target.id for n in nodes if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
 
@@ -185,6 +186,8 @@ def list_trl_keys() -> set[str]:
         ("LLaMA-Factory", list_llama_factory_keys),
         ("SFTTrainer", list_trl_keys),
         ("DPOTrainer", list_trl_keys),
+        ("ORPOTrainer", list_trl_keys),
+        ("RewardTrainer", list_trl_keys),
         ("accelerate", list_trainer_keys),
         ("FSDPStrategy", list_lightning_keys),
     ],
@@ -197,8 +200,9 @@ def test_what_one_migrates_from_has_the_keys_of_its_table(title: str, list_keys:
 
 @pytest.mark.full
 def test_what_one_migrates_to_has_the_keys_of_each_table(folder: Path) -> None:
+    configs = {"PO": "dpo.yaml", "Reward": "configs/sequence_classification_quickstart.yaml"}
     commands = [
-        ["fit", "--config", "dpo.yaml" if "DPO" in title else "finetune.yaml", option]
+        ["fit", "--config", next((c for name, c in configs.items() if name in title), "finetune.yaml"), option]
         for title, (_, ours) in read_migrations().items()
         for option in ours
     ]
