@@ -99,6 +99,25 @@ def get_trained_state(model: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name not in fixed}
 
 
+def set_weights(model: nn.Module, state: dict[str, Any], *, strict: bool = True) -> None:
+    """Load whole tensors or shards as ``get_model_state_dict`` names them. All ranks must call it.
+
+    Torch's function takes ``_orig_mod`` of a compiled module for a part of a name only at the first name that a module
+    has, so that the model misses those of ``self.compiled = torch.compile(self.net)``; seen in 2.13.
+    """
+    first_names: dict[nn.Module, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        parts = name.split(".")
+        if first_names.setdefault(module, name) == name or "_orig_mod" not in parts:
+            continue
+        tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        for key in (*(key for key, _ in tensors), "_extra_state"):
+            plain = ".".join([part for part in (*parts, key) if part != "_orig_mod"])
+            if plain in state:
+                state[f"{name}.{key}"] = state.pop(plain)
+    set_model_state_dict(model, state, options=StateDictOptions(strict=strict))
+
+
 def join_states(
     model_state: Mapping[str, Any], optimizer_states: Sequence[Mapping[str, Any]]
 ) -> dict[str, dict[str, Any]]:
@@ -252,7 +271,7 @@ def load_checkpoint(
     # Without strict, parameters that are not stored keep their values.
     state["state_dict"] = {n: value for n, value in state["state_dict"].items() if f"state_dict.{n}" in stored}
     load_state(path, metadata, state)
-    set_model_state_dict(model, state["state_dict"], options=StateDictOptions(strict=strict and not is_part))
+    set_weights(model, state["state_dict"], strict=strict and not is_part)
     for i, optimizer in enumerate(optimizers):
         state[f"optimizer_{i}"]["state"] |= without_step[i]  # torch wants one for each parameter
         keep_kernels(groups[i], state[f"optimizer_{i}"]["param_groups"])

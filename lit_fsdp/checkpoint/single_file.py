@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    set_model_state_dict,
     set_optimizer_state_dict,
 )
 from torch.optim import Optimizer
@@ -29,7 +28,14 @@ from lit_fsdp.checkpoint.manifest import Verify
 from lit_fsdp.checkpoint.optimizer_state import collect_state, drop_state, keep_kernels, make_loadable_state
 from lit_fsdp.checkpoint.places import put_in_place, remove_older, write_beside
 from lit_fsdp.checkpoint.remote import Location, RemotePath
-from lit_fsdp.checkpoint.sharded import agree, check_optimizers, check_same_groups, check_same_optimizer, to_plain
+from lit_fsdp.checkpoint.sharded import (
+    agree,
+    check_optimizers,
+    check_same_groups,
+    check_same_optimizer,
+    set_weights,
+    to_plain,
+)
 from lit_fsdp.checkpoint.untrusted import load_plain
 from lit_fsdp.errors import join_names
 from lit_fsdp.weights.shard_writer import get_inner_place, get_local_shard
@@ -129,7 +135,7 @@ def load_single_file(
         return [(state.get("param_groups"), list(state.get("state", ()))) for state in states]
 
     named = agree(name_states)[0]
-    set_model_state_dict(model, _spread(checkpoint.get("state_dict", {}), weights))
+    set_weights(model, _spread(checkpoint.get("state_dict", {}), weights))
     for i, optimizer in enumerate(optimizers):
         groups, stepped = named[i]
         own = [dict(group) for group in present[i]["param_groups"]]

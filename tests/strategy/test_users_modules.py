@@ -399,6 +399,33 @@ def test_a_module_without_an_optimizer_is_saved_and_resumed(checkpoint_format: s
     assert_same(tmp_path / "half", tmp_path / "resumed", 0.0)
 
 
+class CompiledBeside(Plain):
+    """Keeps its network also as ``torch.compile`` returns it, and uses that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fast = torch.compile(self.net, backend="eager")
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        return nn.functional.mse_loss(self.fast(batch["x"]), batch["y"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("checkpoint_format", "world_size"), [("sharded", 1), ("sharded", 2), ("single_file", 2)])
+def test_a_network_and_what_compile_made_of_it_are_resumed(
+    checkpoint_format: str, world_size: int, tmp_path: Path
+) -> None:
+    run = partial(run_ranks, world_size=world_size)
+    settings = partial(train, strategy={"checkpoint_format": checkpoint_format})
+    run(settings, CompiledBeside, tmp_path / "whole", True)
+    run(settings, Plain, tmp_path / "plain", True)
+    run(partial(settings, max_epochs=1, save=tmp_path / "c"), CompiledBeside, tmp_path / "half", True)
+    run(partial(settings, resume=tmp_path / "c"), CompiledBeside, tmp_path / "resumed", True)
+    assert_same(tmp_path / "resumed", tmp_path / "whole", 0.0)
+    weights, plain = torch.load(tmp_path / "resumed"), torch.load(tmp_path / "plain")
+    assert {name: torch.equal(value, weights[name]) for name, value in plain.items()} == dict.fromkeys(plain, True)
+
+
 class UsedLater(Plain):
     """Has a layer that no step uses, and one that only the second epoch does; saves before its first step."""
 
