@@ -161,7 +161,7 @@ class EMA(StepCallback):
         checkpoint["extra_state"] = weights | {f"{_EXACT}{name}": self._averages[name] for name in low}
         names = {id(parameter): name for name, parameter in averaged.items()}
         average = {  # under all names of what is tied
-            _drop_wrapper(alias): self._averages[names[id(parameter)]].to(parameter.dtype)
+            _drop_wrappers(alias): self._averages[names[id(parameter)]].to(parameter.dtype)
             for alias, parameter in pl_module.named_parameters(remove_duplicate=False)
             if id(parameter) in names
         }
@@ -200,7 +200,7 @@ class EMA(StepCallback):
 
     def _follow(self, module: nn.Module, names: Collection[str] = ()) -> dict[str, nn.Parameter]:
         """Begin averages of what trains by now and of ``names``, with the weights as they are; return all with one."""
-        parameters = {_drop_wrapper(name): p for name, p in module.named_parameters()}
+        parameters = {_drop_wrappers(name): p for name, p in module.named_parameters()}
         for name, parameter in parameters.items():
             if name not in self._averages and (parameter.requires_grad or name in names):
                 self._averages[name] = parameter.detach().to(torch.float32, copy=True)
@@ -238,8 +238,9 @@ def _list_parts(averages: list[Tensor], weights: list[Tensor]) -> Iterator[list[
 
 def _list_trained(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trainable parameters, by the names that checkpoints have."""
-    return {_drop_wrapper(name): p for name, p in module.named_parameters() if p.requires_grad}
+    return {_drop_wrappers(name): p for name, p in module.named_parameters() if p.requires_grad}
 
 
-def _drop_wrapper(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part != "_checkpoint_wrapped_module")
+def _drop_wrappers(name: str) -> str:
+    """Return the name that a parameter has in a checkpoint: without wrappers of recomputation and ``torch.compile``."""
+    return ".".join(part for part in name.split(".") if part not in ("_checkpoint_wrapped_module", "_orig_mod"))

@@ -208,6 +208,41 @@ def test_weights_that_are_unfrozen_join_and_a_resume_on_other_ranks_goes_on_with
     assert find_difference(again, validated) < 1e-6
 
 
+class Compiled(WithBackbone):
+    """Has what ``torch.compile`` has made of a part, in its place or beside it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        setattr(self, name, torch.compile(self.backbone, backend="eager"))
+
+
+def fit_compiled(out: Path, name: str, epochs: int, resume: str | None) -> None:
+    keep, ema = Keep(), EMA(decay=DECAY, warmup=False)
+    options: dict[str, Any] = {"max_steps": -1, "max_epochs": epochs, "use_distributed_sampler": True}
+    trainer = build_trainer(FSDP2Strategy(print_plan=False), callbacks=[ema, keep], **options)
+    trainer.fit(Compiled(name), ckpt_path=resume)
+    trainer.save_checkpoint(out / f"{epochs}.ckpt")
+    alone = Keep()
+    tester = build_trainer(FSDP2Strategy(print_plan=False), callbacks=[alone], use_distributed_sampler=True)
+    tester.validate(Compiled(name), ckpt_path=out / f"{epochs}.ckpt", verbose=False)
+    if trainer.is_global_zero:
+        torch.save((keep.steps, keep.validated, alone.validated), out / "kept.pt")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["backbone", "fast"])
+def test_a_checkpoint_of_compiled_parts_holds_their_average(name: str, tmp_path: Path) -> None:
+    run_ranks(fit_compiled, tmp_path, name, 3, None)
+    steps, validated, saved = torch.load(tmp_path / "kept.pt")
+    assert find_difference(validated, average(steps)) < 1e-6
+    assert find_difference(saved, validated) == 0.0
+    run_ranks(fit_compiled, tmp_path, name, 1, None)
+    run_ranks(fit_compiled, tmp_path, name, 3, str(tmp_path / "1.ckpt"), world_size=1)
+    rest, again, _ = torch.load(tmp_path / "kept.pt")
+    assert find_difference(rest[-1], steps[-1]) < 1e-6
+    assert find_difference(again, validated) < 1e-6
+
+
 class Averages(pl.Callback):
     """Keeps the average that training begins and ends with, and the weights."""
 
