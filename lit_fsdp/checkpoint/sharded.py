@@ -99,6 +99,11 @@ def get_trained_state(model: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name not in fixed}
 
 
+def drop_compiled(name: str) -> str:
+    """Return a name without what ``torch.compile`` puts into it, as ``get_model_state_dict`` does."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
 def set_weights(model: nn.Module, state: dict[str, Any], *, strict: bool = True) -> None:
     """Load whole tensors or shards as ``get_model_state_dict`` names them. All ranks must call it.
 
@@ -107,14 +112,12 @@ def set_weights(model: nn.Module, state: dict[str, Any], *, strict: bool = True)
     """
     first_names: dict[nn.Module, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        parts = name.split(".")
-        if first_names.setdefault(module, name) == name or "_orig_mod" not in parts:
+        if first_names.setdefault(module, name) == name or drop_compiled(name) == name:
             continue
         tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-        for key in (*(key for key, _ in tensors), "_extra_state"):
-            plain = ".".join([part for part in (*parts, key) if part != "_orig_mod"])
-            if plain in state:
-                state[f"{name}.{key}"] = state.pop(plain)
+        for own in (f"{name}.{key}" for key in (*(key for key, _ in tensors), "_extra_state")):
+            if (plain := drop_compiled(own)) in state:
+                state[own] = state.pop(plain)
     set_model_state_dict(model, state, options=StateDictOptions(strict=strict))
 
 

@@ -33,6 +33,7 @@ from lit_fsdp.checkpoint.sharded import (
     check_optimizers,
     check_same_groups,
     check_same_optimizer,
+    drop_compiled,
     set_weights,
     to_plain,
 )
@@ -44,8 +45,10 @@ _GATHER = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def gather_model_state(model: nn.Module) -> dict[str, Any]:
-    """Return all weights in full on rank 0, and nothing elsewhere. All ranks must call it."""
-    return get_model_state_dict(model, options=_GATHER)
+    """Return all weights in full on rank 0, as the module names them, and nothing elsewhere. All ranks must call it."""
+    whole = get_model_state_dict(model, options=_GATHER)
+    # By these names load_from_checkpoint looks for compiled parts, and so do Lightning's strategies.
+    return {name: whole[plain] for name in model.state_dict() if (plain := drop_compiled(name)) in whole}
 
 
 def gather_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -147,7 +150,7 @@ def load_single_file(
 
 
 def read_single_file(path: Location, verify: Verify = "sizes") -> dict[str, Any]:
-    """Return what a file holds; its tensors stay in the file until they are used, if it is on this machine.
+    """Return what a file holds, by names without ``_orig_mod``; tensors of a local one stay in it until they are used.
 
     Raises:
         ValueError: It is no such file, is damaged, or holds more than tensors and plain values.
@@ -165,6 +168,7 @@ def read_single_file(path: Location, verify: Verify = "sizes") -> dict[str, Any]
     checkpoint: Any = load_plain(path, path, is_mapped=True)
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise ValueError(f"{path} is no checkpoint of Lightning: it has no state_dict")
+    checkpoint["state_dict"] = {drop_compiled(name): value for name, value in checkpoint["state_dict"].items()}
     return checkpoint
 
 

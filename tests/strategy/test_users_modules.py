@@ -424,6 +424,9 @@ def test_a_network_and_what_compile_made_of_it_are_resumed(
     assert_same(tmp_path / "resumed", tmp_path / "whole", 0.0)
     weights, plain = torch.load(tmp_path / "resumed"), torch.load(tmp_path / "plain")
     assert {name: torch.equal(value, weights[name]) for name, value in plain.items()} == dict.fromkeys(plain, True)
+    if checkpoint_format == "single_file":
+        half, loaded = torch.load(tmp_path / "half"), CompiledBeside.load_from_checkpoint(tmp_path / "c")
+        assert torch.equal(loaded.fast._orig_mod[0].weight, half["fast.0.weight"])
 
 
 class UsedLater(Plain):
