@@ -386,20 +386,26 @@ def to_plain(value: Any, name: str = "checkpoint", *, copies: bool = True) -> An
             return kind(value)
     if isinstance(value, PurePath | torch.dtype | torch.device | timedelta | datetime):
         return str(value)
-    raise TypeError(
-        f"{name} is a {type(value).__name__}, which a checkpoint cannot hold; let state_dict() return plain values"
-    )
+    raise NotPlainError(name, value)
+
+
+class NotPlainError(TypeError):
+    """A value that ``weights_only`` loading would refuse, in what is to be saved."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        self.found = f"{name} is a {type(value).__name__}"
+        super().__init__(f"{self.found}, which a checkpoint cannot hold; let state_dict() return plain values")
 
 
 def keep_plain(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return what a checkpoint can hold of a mapping, and the names of the others with their classes."""
+    """Return what a checkpoint can hold of a mapping, and the names of the others with what they are or have."""
     kept, others = {}, {}
     for name, value in values.items():
         try:
-            to_plain(value, copies=False)
+            to_plain(value, name, copies=False)
             kept[name] = value
-        except TypeError:
-            others[name] = type(value).__name__
+        except NotPlainError as error:
+            others[name] = error.found
     return kept, others
 
 

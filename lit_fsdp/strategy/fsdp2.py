@@ -135,6 +135,8 @@ class _Sharded:
     plan: list[Unit]
 
 
+# Of a checkpoint, without which no run goes on.
+_NEEDED = frozenset({"state_dict", "loops", "callbacks", "optimizer_states", "lr_schedulers"})
 _SHARDED: WeakKeyDictionary[pl.LightningModule, _Sharded] = WeakKeyDictionary()
 # Modules that have memory without values, as an error or Ctrl-C came before these: a second run fills them.
 _UNFILLED: WeakSet[pl.LightningModule] = WeakSet()
@@ -245,7 +247,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         self._saved_settings: dict[str, Any] = {}  # of the run that saved the checkpoint
         self._noted_plateaus: dict[str, Any] = {}  # likewise
         self._goes_on_by_metrics = False  # a run that was resumed with those
-        self._has_left_out = False  # what no checkpoint can hold, as was said
+        self._left_out: set[str] = set()  # what it means that no checkpoint can hold something, as was said
         self._has_seen_step = self._has_checked_gradients = False
         self._checked_loaders: set[tuple[RunningStage | None, int]] = set()
         self.device_mesh: DeviceMesh | None = None
@@ -885,20 +887,30 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
             self._note_missing()
 
     def _leave_out_objects(self, checkpoint: dict[str, Any]) -> None:
-        """Leave out what ``save_hyperparameters`` has kept that no checkpoint can hold, such as a network."""
+        """Leave out what users' code wants to save that no checkpoint can hold, such as a network in ``hparams``."""
         for owner in (pl.LightningModule, pl.LightningDataModule):
             checkpoint.pop(owner.CHECKPOINT_HYPER_PARAMS_TYPE, None)  # a class, of OmegaConf
             key = owner.CHECKPOINT_HYPER_PARAMS_KEY
-            checkpoint[key], others = keep_plain(checkpoint.get(key, {}))
-            if not checkpoint[key]:
-                del checkpoint[key]
-            if others and not self._has_left_out:
-                self._has_left_out = True
-                names = ", ".join(f"{name} ({kind})" for name, kind in others.items())
-                rank_zero.rank_zero_warn(
-                    f"save_hyperparameters() keeps {names}, which a checkpoint cannot hold: left out of it, and "
-                    f"load_from_checkpoint needs them; say so by save_hyperparameters(ignore={list(others)})"
+            if key in checkpoint:
+                checkpoint[key], others = keep_plain(checkpoint[key])
+                self._say_left_out(
+                    others,
+                    f"load_from_checkpoint needs it: say so by save_hyperparameters(ignore={list(others)})",
                 )
+        if "callbacks" in checkpoint:
+            checkpoint["callbacks"], others = keep_plain(checkpoint["callbacks"])
+            self._say_left_out(others, "a resumed run begins with a new state of the callback")
+        _, others = keep_plain({key: value for key, value in checkpoint.items() if key not in _NEEDED})
+        self._say_left_out(others, "on_load_checkpoint has to do without")
+        for key in others:
+            del checkpoint[key]
+
+    def _say_left_out(self, others: Mapping[str, str], meaning: str) -> None:
+        if others and meaning not in self._left_out:
+            self._left_out.add(meaning)
+            rank_zero.rank_zero_warn(
+                f"{', '.join(others.values())}, which a checkpoint cannot hold: left out of it; {meaning}"
+            )
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
