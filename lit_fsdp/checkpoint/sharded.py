@@ -374,7 +374,8 @@ def to_plain(value: Any, name: str = "checkpoint", *, copies: bool = True) -> An
         value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {plain(k, f"a key of {name}"): plain(v, f"{name}.{k}") for k, v in value.items()}
-    if isinstance(value, Sequence | Set) and not isinstance(value, str | bytes):  # lists of OmegaConf, too
+    # Lists of OmegaConf too, and nothing that is written much shorter.
+    if isinstance(value, Sequence | Set) and not isinstance(value, str | bytes | bytearray | memoryview | range):
         items = [plain(v, f"{name}[{i}]") for i, v in enumerate(value)]
         return tuple(items) if isinstance(value, tuple) else items
     if isinstance(value, np.ndarray):

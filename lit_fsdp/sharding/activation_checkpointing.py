@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from lit_fsdp.quantization.kernels import load_kernels
 from lit_fsdp.quantization.quantize import KeepDequantized
 from lit_fsdp.sharding.activation_offload import InputOffload
-from lit_fsdp.sharding.hidden_tensors import list_objects, list_tensors
 from lit_fsdp.sharding.mlp_chunks import split_mlps
 from lit_fsdp.sharding.torch_internals import HIDES_KEPT_OUTPUTS
 
@@ -175,22 +174,10 @@ class _Checkpointed:
             kwargs = {name: _leave_out(value, name, block) for name, value in kwargs.items()}
             if kwargs.get("use_cache"):
                 kwargs["use_cache"] = False
-        # A compiler would have to trace it.
-        objects = [] if torch.compiler.is_compiling() else list_objects((args, kwargs))
-        given = list_tensors(objects)
         if self.offload is None:
-            out = checkpoint(self.forward, *args, use_reentrant=False, **self.options, **kwargs)
-        else:
-            recompute = partial(checkpoint, use_reentrant=False, **self.options, **HIDES_KEPT_OUTPUTS)
-            out = self.offload.run(recompute, self.forward, self.sent, *args, **kwargs)
-        if given and torch.is_grad_enabled() and not {*map(id, given)} <= {*map(id, list_tensors(objects))}:
-            name = type(getattr(self.forward, "__self__", self.forward)).__name__.removeprefix("FSDP")
-            raise ValueError(
-                f"activation_checkpointing.mode: {name} changes an object that it is given, and would be computed "
-                "again from what it has changed: let it change and return a copy, as of copy.copy, or set mode to "
-                "'none'"
-            )
-        return out
+            return checkpoint(self.forward, *args, use_reentrant=False, **self.options, **kwargs)
+        recompute = partial(checkpoint, use_reentrant=False, **self.options, **HIDES_KEPT_OUTPUTS)
+        return self.offload.run(recompute, self.forward, self.sent, *args, **kwargs)
 
 
 def _leave_out(value: Any, name: str, block: Any) -> Any:

@@ -17,10 +17,8 @@ from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.autograd import Variable
-from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._common_utils import collect_grad_tensors
 from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as _AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as _ReduceScatter
@@ -28,14 +26,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as _Redu
 # Drop it, with what uses it, when FSDP2 ends a forward that fails.
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _from_local_no_grad
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.utils import stateless
 
-from lit_fsdp.sharding.hidden_tensors import list_objects, list_tensors
 from lit_fsdp.sharding.replaced_method import ReplacedMethod
 
 # The memory-efficient kernel of GPUs, the only one for float32, takes grouped heads; drop it when we need 2.14.
@@ -73,92 +68,6 @@ def _leave_inference_mode(function: Any) -> Any:
 # method that draws samples, no later step could use them. Seen in torch 2.13.
 for _name in ("init_all_gather_outputs", "init_unsharded_param"):
     setattr(FSDPParam, _name, _leave_inference_mode(getattr(FSDPParam, _name)))
-
-_begin_backward_at = FSDPState._register_pre_backward_hook
-_end_backward_at = FSDPParamGroup._register_post_backward_hook
-
-
-def _begin_backward_at_all(self: Any, output: Any) -> Any:
-    """Let a unit's backward begin also at what it returns inside of objects, or puts into those it was given.
-
-    Otherwise nothing would gather weights for it, or reduce gradients.
-    """
-    given = [_forget_given(group) for group in self._fsdp_param_groups]
-    output = _begin_backward_at(self, output)
-    objects = [*list_objects(output), *(value for _, values, _ in given for value in values)]
-    if not objects or not torch.is_grad_enabled():
-        return output
-    # What the unit has only passed on gets its gradient when the backward of the unit is over.
-    passed = {key: node for _, _, nodes in given for key, (_, node) in nodes.items()}
-    for tensor in collect_grad_tensors([inputs for inputs, _, _ in given]):
-        passed.update({id(part): part.grad_fn for part in _list_bases(tensor)})
-    # Of a view the base too: what is done to a view in place takes the place of what it was.
-    for part in (part for tensor in list_tensors(objects) for part in _list_bases(tensor)):
-        is_own = part.requires_grad and passed.get(id(part), ()) is not part.grad_fn
-        # Once, as a parameter would keep one more hook from each forward.
-        if is_own and self._pre_backward not in (part._backward_hooks or {}).values():
-            part.register_hook(self._pre_backward)
-    return output
-
-
-def _forget_given(group: Any) -> tuple[Any, list[Any], dict[int, Any]]:
-    """Return what a forward was given that has returned, or has failed: its graph holds all that came before."""
-    given: tuple[Any, list[Any], dict[int, Any]] = vars(group).pop("_given", ((), [], {}))
-    return given
-
-
-def _end_backward_at_all(self: Any, args: Any, kwargs: Any) -> Any:
-    """Let a unit's backward end also where all its inputs are inside of objects, not only with the whole backward.
-
-    It does so before the backward of what has computed one of them, which comes after that of all that came later.
-    """
-    weights = {key: value for key, value in (*enumerate(args), *kwargs.items()) if _is_weight(value)}
-    if weights:  # of another unit, to differentiate by: it must stay the one in the graph
-        args = tuple(None if key in weights else value for key, value in enumerate(args))
-        kwargs = {key: None if key in weights else value for key, value in kwargs.items()}
-    inputs = _end_backward_at(self, args, kwargs)
-    is_seen = inputs[0] is not args or inputs[1] is not kwargs
-    if weights:
-        args, kwargs = inputs
-        args = tuple(weights.get(key, value) for key, value in enumerate(args))
-        inputs = args, {key: weights.get(key, value) for key, value in kwargs.items()}
-    if torch.is_grad_enabled():
-        objects = list_objects(inputs)
-        hidden = [tensor for tensor in list_tensors(objects) if tensor.grad_fn is not None] if objects else []
-        nodes = {id(part): (part, part.grad_fn) for tensor in hidden for part in _list_bases(tensor)}
-        self._given = inputs, objects, nodes  # until the forward returns
-        if hidden and not is_seen:
-            register_multi_grad_hook(hidden, lambda _: self.post_backward(), mode="any")
-    return inputs
-
-
-def _is_weight(value: Any) -> bool:
-    # First what takes less time.
-    return isinstance(value, Tensor) and value.requires_grad and value.is_leaf and isinstance(value, nn.Parameter)
-
-
-def _list_bases(tensor: Tensor) -> list[Tensor]:
-    return [tensor] if tensor._base is None else [tensor, tensor._base]
-
-
-# FSDP2 finds tensors in lists, tuples, dicts and dataclasses only. Seen in torch 2.13.
-FSDPState._register_pre_backward_hook = _begin_backward_at_all  # type: ignore[method-assign]
-FSDPParamGroup._register_post_backward_hook = _end_backward_at_all  # type: ignore[method-assign]
-
-_end_backward = FSDPParamGroup.post_backward
-
-
-def _end_backward_but_inside(self: Any, *unused: Any) -> None:
-    """End a unit's backward, but not in its forward, which still needs its weights, where a backward is inside of it.
-
-    That is one by what the unit was given, as losses of VQGAN differentiate. Units of several modules may be in a
-    forward that does not run all of them.
-    """
-    if self._training_state != TrainingState.FORWARD or len(self.modules) > 1:
-        _end_backward(self, *unused)
-
-
-FSDPParamGroup.post_backward = _end_backward_but_inside  # type: ignore[method-assign]
 
 _call_with = stateless._functional_call
 
@@ -344,7 +253,6 @@ def leave_forward(root: nn.Module) -> None:
             continue
         state = module._get_fsdp_state()
         for group in state._fsdp_param_groups:
-            _forget_given(group)
             if group._training_state == TrainingState.FORWARD or group._all_gather_result is not None:
                 group.wait_for_unshard()  # of a prefetch
                 group.reshard()
@@ -365,7 +273,6 @@ def end_step(root: Any) -> None:
         if not isinstance(module, FSDPModule):
             continue
         for group in module._get_fsdp_state()._fsdp_param_groups:
-            _forget_given(group)
             for parameter in group.fsdp_params:
                 # torch 2.13 leaves what was being copied, and gradients that no_sync adds up.
                 parameter.free_unsharded_param()
@@ -548,11 +455,6 @@ def call_after_this_backward(function: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(function)
 
 
-def retains_graph() -> bool:
-    """Whether the backward that runs leaves its graph for another one; from a hook of autograd."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
-
-
 def will_end_backward(root: nn.Module) -> bool:
     """Whether the end of the backward that runs is still to come for FSDP2, as it has reached a unit of a root."""
     states = (module._get_fsdp_state() for module in root.modules() if isinstance(module, FSDPModule))
@@ -677,9 +579,10 @@ class UnitInternals:
 
     def end(self) -> None:
         """Let go of what an error in a step has left gathered; this waits for no other rank, see ``end_step``."""
-        _forget_given(self._group)
         if self._group._training_state != TrainingState.IDLE:
-            self._group._training_state = TrainingState.IDLE
+            state: Any = cast("Any", self.module)._get_fsdp_state()
+            self._group._training_state = state._training_state = TrainingState.IDLE
+            state._state_ctx.iter_forward_root = None
             self._group.reshard()
 
     @property

@@ -753,7 +753,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
 
     def begin_backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run all of ``backward`` but what follows the gradients; return the loss as it was scaled."""
-        with self._own_generators(), self._gathered.backward():
+        with self._own_generators():
             self.pre_backward(loss)
             loss = self.precision_plugin.pre_backward(loss, self._module)
             self.precision_plugin.backward(loss, self._module, optimizer, *args, **kwargs)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -15,17 +13,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lit_fsdp.errors import join_names
-from lit_fsdp.sharding.hidden_tensors import list_tensors
 from lit_fsdp.sharding.replaced_method import ReplacedMethod
 from lit_fsdp.sharding.shard import Sharding, find_roots, follow_toggles, reshard, reshard_when_toggled
-from lit_fsdp.sharding.torch_internals import (
-    UnitInternals,
-    end_step,
-    is_in_forward,
-    list_edited,
-    list_units,
-    retains_graph,
-)
+from lit_fsdp.sharding.torch_internals import UnitInternals, end_step, is_in_forward, list_edited, list_units
 
 _BETWEEN_STEPS = (
     "do it first in training_step and under torch.no_grad(), or in on_train_batch_end before any forward there"
@@ -59,16 +49,9 @@ class GatheredWeights:
         self._gathers_late = own  # of the module itself, in a step
         self._undo_late = [unit.gather_when_used(self._units) for unit in own]
         self._hooks: list[ReplacedMethod | RemovableHandle] = [
-            *(
-                u.call_before_backward(partial(self._keep_for_inner, root, of))
-                for root, of in units.items()
-                for u in of
-            ),
+            *(u.call_before_backward(partial(_keep_for_inner, root, of)) for root, of in units.items() for u in of),
+            *([] if self._is_automatic else (reshard_when_toggled(root) for root in roots)),
         ]
-        self._is_in_step = self._is_in_backward = False
-        if not self._is_automatic:
-            for root, of in units.items():
-                self._hooks += [reshard_when_toggled(root), *self._let_go_without_backward(root, of)]
 
     def remove(self) -> None:
         """Take the hooks out of the module, and keep nothing of it."""
@@ -96,14 +79,12 @@ class GatheredWeights:
 
     def begin_step(self) -> None:
         """Let ``training_step`` begin with shards, so that it can change weights until it uses some."""
-        self._is_in_step = True
         for unit in self._gathers_late:
             if not unit.is_gathered:
                 unit.begin_without_gather()
 
     def end_step(self) -> None:
         """Look what ``training_step`` has changed, and let go where no backward follows it."""
-        self._is_in_step = False
         self._num_steps += 1
         if self._num_steps == 1:
             self._warn_of_edited("training_step", _BETWEEN_STEPS)
@@ -112,15 +93,6 @@ class GatheredWeights:
             self._warn_of_edited("training_step or a hook", _BETWEEN_STEPS)
         if not self._is_automatic:
             self.reshard()  # what was used last without a backward, for hooks that change weights
-
-    @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Take the backward that runs inside for one of Lightning's: others are inside of a step."""
-        self._is_in_backward = True
-        try:
-            yield
-        finally:
-            self._is_in_backward = False
 
     def end_backward(self) -> None:
         """Let go of what the last backward of a step has left: hooks look for gradients, and shards have them.
@@ -159,39 +131,6 @@ class GatheredWeights:
         self._let_go_of_kept()
         reshard(self._module)
 
-    def _let_go_without_backward(self, root: nn.Module, units: list[UnitInternals]) -> list[RemovableHandle]:
-        """Let a forward that leads to no gradients, in a step, keep nothing that it has gathered: no backward needs it.
-
-        So a step that asks a target network can then move it. Not when it is moved: ranks must gather alike, whatever
-        one of them reads.
-        """
-        gathered: list[UnitInternals] = []
-
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def begin(*_: Any) -> None:
-            gathered[:] = [u for u in units if self._is_in_step and not (u.is_gathered or u.is_kept)]
-
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def end(_: nn.Module, __: Any, output: Any) -> None:
-            if not any(tensor.requires_grad for tensor in list_tensors([output])):
-                for unit in gathered:
-                    unit.reshard()
-            gathered.clear()
-
-        return [root.register_forward_pre_hook(begin, prepend=True), root.register_forward_hook(end)]
-
-    def _keep_for_inner(self, root: nn.Module, units: list[UnitInternals]) -> None:
-        """Keep all weights of a root until the step, where a backward is inside of one.
-
-        A backward through the graph of another one reads weights where they were gathered: without them it would end in
-        an error or, on a CPU, in a segmentation fault. A forward that goes on after it has those of the root no more,
-        nor has a step that differentiates by one of them again, as losses of VQGAN do.
-        """
-        is_inner = is_in_forward(root) or (retains_graph() and not self._is_in_backward)
-        if is_inner or torch.is_grad_enabled():  # of the backward: with ``create_graph``
-            for unit in units:
-                unit.keep()
-
     def _let_go_of_kept(self) -> None:
         for unit in self._units:
             if unit.is_kept:
@@ -205,6 +144,17 @@ class GatheredWeights:
                 f"{place} changes {join_names(edited)}: this changes gathered copies of the weights, not the weights; "
                 f"{answer}, see docs/limits.md"
             )
+
+
+def _keep_for_inner(root: nn.Module, units: list[UnitInternals]) -> None:
+    """Keep all weights of a root until the step, where a backward is inside of one.
+
+    A backward through the graph of another one reads weights where they were gathered: without them it would end in an
+    error or, on a CPU, in a segmentation fault. A forward that goes on after it has those of the root no more.
+    """
+    if torch.is_grad_enabled() or is_in_forward(root):  # of the backward: with ``create_graph``
+        for unit in units:
+            unit.keep()
 
 
 def list_limited(module: nn.Module) -> list[str]:

@@ -10,17 +10,12 @@ from lit_fsdp.sharding.shard import find_roots
 
 _MEANINGS = {
     "got mixed torch.Tensor and DTensor": (
-        "weights of an FSDP unit are whole inside its forward, those of networks that are optimized by hand also until "
-        "their backward, and shards elsewhere: call the module itself, take weight.full_tensor(), change weights after "
-        "the step of their optimizer, or set sharding.reshard_after_forward: false"
+        "weights of an FSDP unit are whole inside its forward, and shards elsewhere: call the module itself, take "
+        "weight.full_tensor(), or set sharding.reshard_after_forward: false"
     ),
     "out of bounds for storage of size 0": (
-        "FSDP2 had let go of a gathered weight by then. Where a block returns a function or an iterator, let it return "
-        "the tensors in it; else set sharding.reshard_after_forward and reshard_after_backward to false"
-    ),
-    "appears to not have been used in the graph": (
-        "if it is a weight of a block, that was whole inside the forward of the block only: differentiate by a weight "
-        "outside of blocks, or set sharding.reshard_after_forward: false"
+        "FSDP2 had let go of a gathered weight by then. Where a block returns an object of a class of its own, let it "
+        "return tensors, tuples or dicts; else set sharding.reshard_after_forward and reshard_after_backward to false"
     ),
     r"its data is not allocated yet|numpy\(\) is not supported for tensor subclasses": (
         "shards were read as plain tensors: take torch.nn.utils.get_total_norm for a norm of gradients, and "

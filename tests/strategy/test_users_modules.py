@@ -1,18 +1,15 @@
 """What users of Lightning write works under ``FSDP2Strategy`` as under DDP, or is refused."""
 
 import csv
-import gc
 import random
 import threading
 import time
 import warnings
-import weakref
 from collections import UserList
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
@@ -41,7 +38,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.distributions import Distribution, Independent, Normal, TanhTransform, TransformedDistribution
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 from training import build_trainer
@@ -744,144 +740,6 @@ def test_networks_in_a_container_and_a_parameter_that_no_forward_reads_train(
     compare(partial(Agent, container), tmp_path)
 
 
-class Graph:
-    """What it holds is in a list in a dict, as in graphs of PyTorch Geometric, and it knows itself."""
-
-    __slots__ = ("kept", "own")
-
-    def __init__(self, x: Tensor) -> None:
-        self.kept, self.own = {"x": [x]}, self
-
-
-def draw_squashed(x: Tensor) -> Distribution:
-    """Return what actors of SAC do; its mean is a view."""
-    return Independent(TransformedDistribution(Normal(x, x.exp().mean()), [TanhTransform()]), 1)
-
-
-class Hiding(nn.Module):
-    """A block that takes a tensor or an object, and hands on an object with what it has computed."""
-
-    def __init__(self, kind: str, size: int = 6) -> None:
-        super().__init__()
-        self.kind, self.first, self.last = kind, nn.Linear(size, 8), nn.Linear(8, size)
-
-    def forward(self, given: Any) -> Any:
-        x = unpack(given)
-        x = x + self.last(self.first(x).tanh())
-        if isinstance(given, Graph) and self.kind != "graph":
-            given.kept["x"] = [x]  # in place
-            return given if self.kind == "same graph" else None
-        if self.kind == "distribution":
-            return draw_squashed(x)
-        if self.kind == "view":
-            return SimpleNamespace(x=x[None].squeeze(0))
-        return (x.detach(), {"graph": Graph(x)}) if self.kind == "graph" else Graph(x)
-
-
-def unpack(value: Any) -> Tensor:
-    """Return the tensor inside of what a block has handed on."""
-    if isinstance(value, Distribution):
-        normal = value.base_dist.base_dist
-        return (normal.loc + 0.1 * normal.scale).tanh()
-    value = value[1]["graph"] if isinstance(value, tuple) else value
-    inner: Tensor = value.kept["x"][0] if isinstance(value, Graph) else getattr(value, "x", value)
-    return inner
-
-
-class Hides(Plain):
-    """A network of such blocks, and by hand also one that is such a block, each time followed by a plain one."""
-
-    def __init__(self, kind: str, is_by_hand: bool) -> None:
-        super().__init__()
-        self.automatic_optimization = not is_by_hand
-        self.blocks = nn.ModuleList(Hiding(kind) for _ in range(3))
-        if is_by_hand:
-            self.net = Hiding(kind)
-            self.judge = nn.Linear(6, 1)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    def training_step(self, batch: dict[str, Tensor], _: int) -> Any:
-        value: Any = batch["x"]
-        for block in self.blocks:
-            made = block(value)
-            value = value if made is None else made
-            if block.kind == "view":
-                value.x.relu_()  # in place, where a hook on the view itself would be lost
-        made = self.net(unpack(value))
-        if self.automatic_optimization:
-            return nn.functional.mse_loss(made, batch["y"])
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(nn.functional.mse_loss(self.judge(unpack(made)), batch["y"]))
-        optimizer.step()
-        return None
-
-
-@pytest.mark.full(after=2)
-@pytest.mark.parametrize(
-    ("kind", "is_by_hand"),
-    [
-        ("distribution", True),
-        ("same graph", False),
-        *((kind, is_by_hand) for kind in ("graph", "changed graph", "view") for is_by_hand in (False, True)),
-    ],
-)
-def test_networks_and_blocks_return_objects_with_what_they_compute(kind: str, is_by_hand: bool, tmp_path: Path) -> None:
-    compare(partial(Hides, kind, is_by_hand), tmp_path, strategy={"wrap": Wrap(module_classes=["Hiding"])})
-
-
-@pytest.mark.full
-def test_blocks_that_are_computed_again_hand_on_objects_and_change_none(tmp_path: Path) -> None:
-    strategy = {
-        "wrap": Wrap(module_classes=["Hiding"]),
-        "activation_checkpointing": ActivationCheckpointing(mode="full"),
-    }
-    compare(partial(Hides, "graph", is_by_hand=False), tmp_path, strategy=strategy)
-    with pytest.raises(
-        RankError, match=r"activation_checkpointing\.mode: Hiding changes an object .* as of copy\.copy"
-    ):
-        run_ranks(partial(train, strategy=strategy), partial(Hides, "same graph", False), tmp_path / "out", True)
-
-
-class HandsOn(Hides):
-    """Its blocks hand on what they were given, too; notes what a backward gathers, and what it has at each block."""
-
-    def __init__(self) -> None:
-        super().__init__("graph", is_by_hand=False)
-        self.seen: list[Any] = []
-        self.scale = nn.Parameter(torch.ones(6))
-
-    def on_fit_start(self) -> None:
-        self.units = {unit.module: unit for unit in list_units(self)}
-        for number, block in enumerate(self.blocks):
-            self.units[block].call_after_gather(partial(self.seen.append, number))
-
-    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
-        graph: Any = Graph(batch["x"] * self.scale)
-        for number, block in enumerate(self.blocks):
-            _, made = block(graph)
-            made["graph"].kept["others"] = [*graph.kept.get("others", []), unpack(graph)]
-            graph = made["graph"]
-            unpack(graph).register_hook(partial(self.note, number))
-        del self.seen[:]
-        return sum(graph.kept["others"]).mean() + unpack(graph).square().mean()  # type: ignore[no-any-return]
-
-    def note(self, number: int, _: Tensor) -> None:
-        self.seen.append([later for later in range(number + 1, 3) if self.units[self.blocks[later]].is_gathered])
-
-    def on_after_backward(self) -> None:
-        # Numbers are gathered, one block ahead; at the output of a block the one after it has just ended.
-        assert self.seen == [2, 1, [], 0, [2], [1]], self.seen
-
-
-@pytest.mark.full
-def test_the_backward_of_a_block_ends_where_it_takes_objects(tmp_path: Path) -> None:
-    wrap = Wrap(module_classes=["Hiding"])
-    run_ranks(partial(train, strategy={"wrap": wrap}), HandsOn, tmp_path / "out", True)
-
-
 class Looked(Plain):
     """Looks at its network between backward and step."""
 
@@ -929,119 +787,6 @@ def test_what_a_forward_without_a_backward_has_gathered_hides_no_step_and_no_cha
     build: Callable[[], pl.LightningModule], tmp_path: Path
 ) -> None:
     compare(build, tmp_path)
-
-
-class MovesTarget(Plain):
-    """As SAC: a critic that learns from its target, which moves at the end of a step; the critic is limited then."""
-
-    def __init__(self, style: str) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.style, self.actor = style, nn.Sequential(nn.Linear(6, 8), Block(8), nn.Linear(8, 1))
-        self.net = nn.Sequential(nn.Linear(7, 8), Block(8), nn.Linear(8, 1))
-        self.target = deepcopy(self.net).requires_grad_(style != "frozen")
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(network.parameters(), lr=0.1) for network in (self.net, self.actor)], []
-
-    def training_step(self, batch: dict[str, Tensor], _: int) -> None:
-        x, y = batch["x"], batch["y"]
-        of_critic, of_actor = self.optimizers()  # type: ignore[misc]
-        with torch.no_grad():
-            act = self.actor(x)
-        with torch.set_grad_enabled(self.style == "frozen"):
-            wanted = y + 0.5 * self.target(torch.cat([x, act], 1))
-        of_critic.zero_grad()
-        self.manual_backward((self.net(torch.cat([x, y], 1)) - wanted).square().mean())
-        of_critic.step()
-        loss = -self.net(torch.cat([x, self.actor(x)], 1)).mean()
-        with torch.no_grad():  # while its backward is to come
-            self.net(torch.cat([x, y], 1))
-        of_actor.zero_grad()
-        self.manual_backward(loss)
-        of_actor.step()
-        with torch.no_grad():
-            self.log("bias", self.net(torch.cat([x, y], 1)).mean())
-        self.move()
-
-    def move(self) -> None:
-        for own, target in zip(self.net.parameters(), self.target.parameters(), strict=True):
-            own.data.clamp_(-0.3, 0.3)
-            if self.style == "data":
-                target.data.mul_(0.9)
-                target.data.add_(0.1 * own.data)
-            elif self.style == "frozen":
-                target.data.copy_(0.1 * own.data + 0.9 * target.data)
-            elif self.style == "no gradients":
-                with torch.no_grad():
-                    target.lerp_(own, 0.1)
-        if self.style == "attributes":
-            with torch.no_grad():
-                self.target[0].weight.lerp_(self.net[0].weight, 0.5)
-
-
-@pytest.mark.full(after=1)
-@pytest.mark.parametrize("style", ["data", "frozen", "no gradients", "attributes"])
-def test_networks_that_have_no_backward_to_come_may_be_changed_at_the_end_of_a_step(style: str, tmp_path: Path) -> None:
-    compare(partial(MovesTarget, style), tmp_path, strategy={"wrap": Wrap(module_classes=["Block"])})
-
-
-class Judged(nn.Module):
-    """A loss as of VQGAN: two parts, balanced by their gradients for a weight that it is given; and its critic."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.judge = nn.Sequential(nn.Linear(6, 8), Block(8), nn.Linear(8, 1))
-        self.logvar = nn.Parameter(torch.zeros(1))
-
-    def forward(self, x: Tensor, made: Tensor, is_of_judge: bool, weight: Tensor | None = None) -> Tensor:
-        if is_of_judge:
-            return self.judge(x.detach()).relu().mean() - self.judge(made.detach()).mean()  # type: ignore[no-any-return]
-        first = ((x - made).abs() / self.logvar.exp() + self.logvar).mean()
-        other = -self.judge(made).mean()
-        return first + balance(first, other, lambda: weight) * other
-
-
-def balance(first: Tensor, other: Tensor, read: Callable[[], Any]) -> Tensor:
-    norms = [torch.autograd.grad(loss, read(), retain_graph=True)[0].norm() for loss in (first, other)]
-    return (norms[0] / (norms[1] + 1e-4)).detach()
-
-
-class Autoencoder(Plain):
-    """As those of latent diffusion: a decoder whose last weight balances its losses."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.kind, self.net = kind, nn.Sequential(nn.Linear(6, 8), Block(8), nn.Tanh(), nn.Linear(8, 6))
-        self.loss = Judged()
-
-    def configure_optimizers(self) -> Any:
-        of_net = [*self.net.parameters(), self.loss.logvar]
-        return [torch.optim.SGD(own, lr=0.05) for own in (of_net, self.loss.judge.parameters())], []
-
-    def training_step(self, batch: dict[str, Tensor], _: int) -> None:
-        x = batch["x"]
-        for number, optimizer in enumerate(self.optimizers()):  # type: ignore[arg-type]
-            if self.kind == "toggled":
-                self.toggle_optimizer(optimizer)
-            made = self.net(x)
-            if self.kind == "in the step" and not number:
-                first, other = (x - made).abs().mean(), made.square().mean()
-                loss = first + balance(first, other, lambda: self.net[3].weight) * other
-            else:
-                loss = self.loss(x, made, number == 1, weight=self.net[3].weight)
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-            if self.kind == "toggled":
-                self.untoggle_optimizer(optimizer)
-
-
-@pytest.mark.full(after=1)
-@pytest.mark.parametrize("kind", ["in the loss", "in the step", "toggled"])
-def test_losses_are_balanced_by_their_gradients_for_a_weight_of_another_network(kind: str, tmp_path: Path) -> None:
-    compare(partial(Autoencoder, kind), tmp_path, strategy={"wrap": Wrap(module_classes=["Block"])})
 
 
 class Samples(Plain):
@@ -1122,8 +867,6 @@ class UsesShards(Samples):
             return loss + sum(parameter.square().sum() for parameter in self.net.parameters())
         if self.use == "others":
             torch.func.functional_call(self.net, {"1.down.weight": torch.zeros(8, 16)}, batch["x"])
-        if self.use == "by a weight":
-            torch.autograd.grad(loss, self.net[1].down.weight)
         if self.use == "product":
             return loss + (batch["x"].float() @ self.own).mean()
         return loss
@@ -1147,11 +890,6 @@ class UsesShards(Samples):
         ("norm", "not allocated yet", r"take torch\.nn\.utils\.get_total_norm for a norm"),
         ("numbers", "not supported for tensor subclasses", r"shards were read as plain.*full_tensor\(\) for all"),
         ("others", "got another tensor for 1.down.weight, which is sharded", r"a min_num_params above the size"),
-        (
-            "by a weight",
-            "not have been used in the graph",
-            r"a weight of a block.* set sharding\.reshard_after",
-        ),
         ("save", "on an invalid python storage", r"get_model_state_dict with .*on rank 0 save_pretrained with that"),
         ("product", "to have the same dtype", r"give x\.to\(weight\.dtype\) to products of your own"),
     ],
@@ -2063,13 +1801,12 @@ def test_a_step_begins_with_shards_and_gathers_what_it_uses(
 
 
 class FailsOnce(Plain):
-    """Ends its first run in an error: before a step uses a weight, inside of a block, after it, or in its backward."""
+    """Ends its first run in an error, before a step uses a weight, after it, or in the backward of a block."""
 
     def __init__(self, place: str) -> None:
         super().__init__()
         self.blocks, self.head = nn.Sequential(Block(6), Block(6)), nn.Linear(6, 1)
         self.place, self.has_failed = place, False
-        self.blocks[1].up.register_forward_pre_hook(lambda *_: self.fail("inside"))
 
     def fail(self, place: str) -> None:
         if self.place == place and not self.has_failed:
@@ -2080,7 +1817,6 @@ class FailsOnce(Plain):
         self.fail("before")
         hidden = self.blocks[0](batch["x"])
         hidden.register_hook(lambda _: self.fail("backward"))
-        self.hidden = weakref.ref(hidden)
         loss = (self.head(self.blocks[1](hidden)) - batch["y"]).square().mean()
         self.fail("after")
         return loss
@@ -2091,15 +1827,13 @@ def fail_and_train(build: Callable[[], FailsOnce], out: Path, is_sharded: bool) 
     with pytest.raises(ValueError, match="once"):
         train(lambda: module, out, is_sharded)
     assert module.head.weight.requires_grad
-    gc.collect()
-    assert module.place == "before" or module.hidden() is None
     assert {type(holder._parameters) for holder in module.modules()} == {dict}
     assert not is_sharded or all(isinstance(p, DTensor) for p in module.parameters())
     train(lambda: module, out, is_sharded)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("place", ["before", "inside", "after", "backward"])
+@pytest.mark.parametrize("place", ["before", "after", "backward"])
 def test_a_module_trains_again_after_an_error_in_a_step(place: str, tmp_path: Path) -> None:
     for name in ("sharded", "ddp"):
         run_ranks(fail_and_train, partial(FailsOnce, place), tmp_path / name, name == "sharded")
