@@ -51,6 +51,7 @@ IMPORTS = {
         "torch.distributed.checkpoint.filesystem._StorageInfo",
         "torch.distributed.distributed_c10d._get_default_store",
         "torch.distributed.distributed_c10d._resolve_process_group",
+        "torch.distributed.fsdp._common_utils.collect_grad_tensors",
         "torch.distributed.fsdp._fully_shard._fsdp_api.AllGather",
         "torch.distributed.fsdp._fully_shard._fsdp_api.ReduceScatter",
         "torch.distributed.fsdp._fully_shard._fsdp_common.DDPMeshInfo",

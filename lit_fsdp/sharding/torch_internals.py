@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._common_utils import collect_grad_tensors
 from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as _AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as _ReduceScatter
@@ -453,6 +454,12 @@ def call_after_backward(root: nn.Module, function: Callable[[], None]) -> Callab
 def call_after_this_backward(function: Callable[[], None]) -> None:
     """Call a function at the end of the backward that runs, whatever it reaches; from a hook of autograd."""
     Variable._execution_engine.queue_callback(function)
+
+
+def find_gradients(output: Any) -> list[Tensor]:
+    """Return the tensors that need a gradient in what a module returns, as far as FSDP2 finds them."""
+    found: list[Tensor] = list(collect_grad_tensors(output))
+    return found
 
 
 def will_end_backward(root: nn.Module) -> bool:

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from functools import partial
+from typing import Any
+from weakref import WeakSet
 
 import lightning.pytorch as pl
 import torch
 from lightning_utilities.core import rank_zero
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lit_fsdp.errors import join_names
 from lit_fsdp.sharding.replaced_method import ReplacedMethod
 from lit_fsdp.sharding.shard import Sharding, find_roots, follow_toggles, reshard, reshard_when_toggled
-from lit_fsdp.sharding.torch_internals import UnitInternals, end_step, is_in_forward, list_edited, list_units
+from lit_fsdp.sharding.torch_internals import (
+    UnitInternals,
+    end_step,
+    find_gradients,
+    is_in_forward,
+    list_edited,
+    list_units,
+)
+from lit_fsdp.sharding.wrap import get_class
 
+_WARNED: WeakSet[nn.Module] = WeakSet()
 _BETWEEN_STEPS = (
     "do it first in training_step and under torch.no_grad(), or in on_train_batch_end before any forward there"
 )
@@ -51,6 +64,7 @@ class GatheredWeights:
         self._hooks: list[ReplacedMethod | RemovableHandle] = [
             *(u.call_before_backward(partial(_keep_for_inner, root, of)) for root, of in units.items() for u in of),
             *([] if self._is_automatic else (reshard_when_toggled(root) for root in roots)),
+            *([] if self._is_automatic else (root.register_forward_hook(_warn_of_hidden) for root in roots)),
         ]
 
     def remove(self) -> None:
@@ -155,6 +169,22 @@ def _keep_for_inner(root: nn.Module, units: list[UnitInternals]) -> None:
     if torch.is_grad_enabled() or is_in_forward(root):  # of the backward: with ``create_graph``
         for unit in units:
             unit.keep()
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _warn_of_hidden(root: nn.Module, _: Any, output: Any) -> None:
+    """Say that FSDP2 finds no tensor in what a network returns, as in a distribution, and reduces no gradients."""
+    if not torch.is_grad_enabled() or root in _WARNED or not any(p.requires_grad for p in root.parameters()):
+        return
+    known = Tensor | bool | int | float | str | None
+    hiding = [leaf for leaf in tree_leaves(output) if not isinstance(leaf, known) and not is_dataclass(leaf)]
+    if hiding and not find_gradients(output):
+        _WARNED.add(root)
+        name, kind = get_class(root).__name__, type(hiding[0]).__name__
+        rank_zero.rank_zero_warn(
+            f"{name} returns a {kind}, in which FSDP2 finds no tensors: a backward through it gives {name} no "
+            f"gradients; return tensors and make the {kind} of them in training_step, see docs/limits.md"
+        )
 
 
 def list_limited(module: nn.Module) -> list[str]:

@@ -740,6 +740,45 @@ def test_networks_in_a_container_and_a_parameter_that_no_forward_reads_train(
     compare(partial(Agent, container), tmp_path)
 
 
+class Distribution(nn.Module):
+    """Returns a distribution, as actors do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> torch.distributions.Distribution:
+        return torch.distributions.Normal(self.mean(x), 1.0)
+
+
+class Actor(Plain):
+    """Learns by hand from what a distribution says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.actor = Distribution()
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            self.actor(batch["x"])
+        self.manual_backward(self.net(batch["x"]).square().mean() - self.actor(batch["x"]).log_prob(batch["y"]).mean())
+
+
+def train_with_warnings(out: Path) -> None:
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        train(Actor, out, True)
+    said = [str(warning.message) for warning in warned if "finds no tensors" in str(warning.message)]
+    assert len(said) == (dist.get_rank() == 0)
+    assert all(text.startswith("Distribution returns a Normal, in which") for text in said)
+
+
+@pytest.mark.full
+def test_a_network_by_hand_whose_gradients_are_lost_in_an_object_is_named(tmp_path: Path) -> None:
+    run_ranks(train_with_warnings, tmp_path / "out")
+
+
 class Looked(Plain):
     """Looks at its network between backward and step."""
 
