@@ -296,8 +296,9 @@ def _find_ends(modules: dict[str, nn.Module], root: str, getter: str) -> list[st
     return found
 
 
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
+def _has_parameters(module: nn.Module | None) -> bool:
+    # In a Sequential or a list, None may stand for a layer that is left out.
+    return module is not None and next(module.parameters(), None) is not None
 
 
 def _drop_shared(model: nn.Module, units: list[Unit]) -> list[Unit]:

@@ -203,6 +203,8 @@ def test_repeated_blocks_are_found_in_plain_torch() -> None:
     assert shape_of(plan) == [*(("block", (f"blocks.{i}",)) for i in range(3)), ("root", ("",))]
     stages = nn.Sequential(nn.Linear(7, 7), nn.Sequential(*[Block() for _ in range(2)]), nn.ReLU(), nn.Linear(7, 7))
     assert list(iterate_blocks(plan_units(stages, Wrap()))) == ["1.0", "1.1"]
+    with_gaps = nn.Sequential(Block(), None, Block())  # type: ignore[arg-type]  # layers that are left out, as in scVI
+    assert list(iterate_blocks(plan_units(with_gaps, Wrap()))) == ["0", "2"]
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False)
     assert list(iterate_blocks(plan_units(encoder, Wrap()))) == ["layers.0", "layers.1"]
 
