@@ -368,7 +368,7 @@ def to_plain(value: Any, name: str = "checkpoint", *, copies: bool = True) -> An
     plain = partial(to_plain, copies=copies)
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True) if copies else value
-    if value is None or type(value) in (bool, int, float, str, bytes):
+    if value is None or type(value) in (bool, int, float, complex, str, bytes, torch.dtype, torch.device):
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
@@ -385,7 +385,7 @@ def to_plain(value: Any, name: str = "checkpoint", *, copies: bool = True) -> An
     for kind in (bool, int, float, str):  # a subclass of these
         if isinstance(value, kind):
             return kind(value)
-    if isinstance(value, PurePath | torch.dtype | torch.device | timedelta | datetime):
+    if isinstance(value, PurePath | timedelta | datetime):
         return str(value)
     raise NotPlainError(name, value)
 

@@ -347,6 +347,7 @@ def test_meta_of_any_kind_loads_with_weights_only(tmp_path: Path) -> None:
         "numbers": [np.int64(3), np.float32(0.5), deque([1, 2])],
         "array": np.arange(3),
         "tensor": torch.ones(2),
+        "of torch": [torch.bfloat16, torch.device("cuda:1"), 1j],
         7: [b"x", {"deep": [Shape.LINEAR]}],
     }
     save_stack(tmp_path / "ckpt", meta=meta)
@@ -358,6 +359,7 @@ def test_meta_of_any_kind_loads_with_weights_only(tmp_path: Path) -> None:
         "tuple": (1, 2.5, None, True),
         "set": [3],
         "numbers": [3, 0.5, [1, 2]],
+        "of torch": [torch.bfloat16, torch.device("cuda:1"), 1j],
         7: [b"x", {"deep": ["linear"]}],
     }
     assert to_plain(loaded) == loaded
