@@ -903,7 +903,11 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         _, others = keep_plain({key: value for key, value in checkpoint.items() if key not in _NEEDED})
         self._say_left_out(others, "on_load_checkpoint has to do without")
         for key in others:
-            del checkpoint[key]
+            value = checkpoint.pop(key)
+            # What reads a mapping of nothing but objects goes through its items. Of others, what is left could be taken
+            # for all of it, such as for the parameters of a data set that get a default where one is missing.
+            if isinstance(value, Mapping) and not keep_plain(value)[0]:
+                checkpoint[key] = {}
 
     def _say_left_out(self, others: Mapping[str, str], meaning: str) -> None:
         if others and meaning not in self._left_out:

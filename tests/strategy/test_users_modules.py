@@ -1777,6 +1777,65 @@ class Momentum(Plain):
         return nn.functional.mse_loss(self.prototypes(self.net(x)), wanted)
 
 
+class MovesLater(Momentum):
+    """Moves its teacher when the student is called already, as MoCo does."""
+
+    @torch.no_grad()
+    def move(self, index: int) -> None:
+        own, theirs = list(self.net.parameters()), list(self.teacher.parameters())
+        torch._foreach_mul_(theirs, 0.9)
+        torch._foreach_add_(theirs, own, alpha=0.1)
+
+    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+        made = self.prototypes(self.net(batch["x"] + self.shift))
+        self.move(index)
+        with torch.no_grad():
+            wanted = batch["y"] + self.teacher(batch["x"]).mean(1, keepdim=True)
+        return nn.functional.mse_loss(made, wanted)
+
+
+class Pair(nn.Module):
+    """Two networks, of which its forward calls one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6))
+        self.judge = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.maker(x)
+        return made
+
+
+class CallsInside(Plain):
+    """Calls a network inside of another one, also after that one's backward, as GANomaly of Anomalib does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization, self.net = False, Pair()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.05) for part in (self.net.maker, self.net.judge)]
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> None:
+        for_maker, for_judge = self.optimizers()
+        made, real = self.net(batch["x"]), self.net.judge(batch["x"])
+        loss = (self.net.judge(made) - real).square().mean() + (made - batch["y"]).square().mean()
+        for_maker.zero_grad()
+        self.manual_backward(loss, retain_graph=True)
+        for_maker.step()
+        for_judge.zero_grad()
+        self.manual_backward((self.net.judge(made.detach()) + 1).square().mean() + (real - 1).square().mean())
+        for_judge.step()
+
+
+@pytest.mark.full(after=1)
+@pytest.mark.parametrize("build", [MovesLater, CallsInside])
+def test_networks_that_are_units_are_called_and_changed_by_themselves(build: type[Plain], tmp_path: Path) -> None:
+    wrap = Wrap(policy="module_classes", module_classes=["Sequential"])
+    compare(build, tmp_path, strategy={"wrap": wrap})
+
+
 class ReadsFirst(Plain):
     """Reads its weights before it calls anything: for a penalty, and to compute with others near them."""
 
@@ -1894,11 +1953,14 @@ class KeepsArguments(Plain):
         return [KeepsObject()]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["scales"], checkpoint["steps"] = {"of": {"y": partial(int)}}, [3]
+        checkpoint["scales"], checkpoint["steps"] = {"of": {"y": partial(int)}, "by": 2}, [3]
+        checkpoint["special"] = {"loss": nn.L1Loss(), "net": self.net}  # as PyTorch Forecasting does
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        assert "scales" not in checkpoint
+        assert "scales" not in checkpoint  # what is left of it would be taken for all
         assert checkpoint["steps"] == [3]
+        for name, value in checkpoint["special"].items():
+            raise AssertionError(name, value)
 
 
 class KeepsObject(pl.Callback):
@@ -1923,7 +1985,7 @@ def save_arguments(out: Path, is_file: bool) -> None:
     expected = {
         "net is a Sequential, build is a partial": "needs it: say so by save_hyperparameters(ignore=['net', 'build'])",
         "KeepsObject.lock is a lock": "a resumed run begins with a new state of the callback",
-        "scales.of.y is a partial": "on_load_checkpoint has to do without",
+        "scales.of.y is a partial, special.loss is a L1Loss": "on_load_checkpoint has to do without",
     }
     assert len(said) == (len(expected) if dist.get_rank() == 0 else 0)
     for text, (begin, end) in zip(said, expected.items(), strict=False):
