@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -110,6 +111,23 @@ def test_every_python_block_of_the_guides_imports_what_there_is() -> None:
     ]
     assert len(imports) > 10
     assert [pair for pair in imports if not hasattr(importlib.import_module(pair[0]), pair[1])] == []
+
+
+@pytest.mark.full
+def test_a_library_that_imports_pytorch_lightning_is_given_the_other_package() -> None:
+    blocks = list_blocks(ROOT / "docs" / "migrating.md", "python")
+    block = next(block for block in blocks if "pytorch_lightning" in block)
+    use = """
+        import pytorch_lightning as first
+        from pytorch_lightning.callbacks.early_stopping import EarlyStopping
+        from pytorch_lightning.loggers import CSVLogger
+        from pytorch_lightning.strategies import Strategy
+        from lit_fsdp import FSDP2Strategy
+        assert first is lightning.pytorch
+        assert EarlyStopping is lightning.pytorch.callbacks.EarlyStopping
+        assert issubclass(FSDP2Strategy, Strategy)
+    """
+    subprocess.run([sys.executable, "-c", block + dedent(use)], check=True)
 
 
 def read_migrations() -> dict[str, tuple[set[str], list[str]]]:

@@ -11,7 +11,8 @@ from lit_fsdp.sharding.shard import find_roots
 _MEANINGS = {
     "got mixed torch.Tensor and DTensor": (
         "weights of an FSDP unit are whole inside its forward, and shards elsewhere: call the module itself, take "
-        "weight.full_tensor(), or set sharding.reshard_after_forward: false"
+        "weight.full_tensor(), set sharding.reshard_after_forward: false, or where a step calls networks inside of a "
+        "network, or moves one after another, let wrap.module_classes name their classes"
     ),
     "out of bounds for storage of size 0": (
         "FSDP2 had let go of a gathered weight by then. Where a block returns an object of a class of its own, let it "
