@@ -48,7 +48,11 @@ def gather_model_state(model: nn.Module) -> dict[str, Any]:
     """Return all weights in full on rank 0, as the module names them, and nothing elsewhere. All ranks must call it."""
     whole = get_model_state_dict(model, options=_GATHER)
     # By these names load_from_checkpoint looks for compiled parts, and so do Lightning's strategies.
-    return {name: whole[plain] for name in model.state_dict() if (plain := drop_compiled(name)) in whole}
+    own = {name: drop_compiled(name) for name in model.state_dict()}
+    others = sorted(whole.keys() - set(own.values()))
+    return {name: whole[plain] for name, plain in own.items() if plain in whole} | {
+        name: whole[name] for name in others
+    }
 
 
 def gather_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

@@ -1853,10 +1853,10 @@ class SometimesOwn(Plain):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks, self.head = nn.ModuleList([Block(6)]), nn.Linear(6, 1)
+        self.blocks, self.head = nn.ModuleList([Block(6), Block(6)]), nn.Linear(6, 1)
 
     def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
-        hidden = self.blocks[0](batch["x"])
+        hidden = self.blocks[1](self.blocks[0](batch["x"]))
         return ((self.head(hidden) if index % 2 else hidden) - batch["y"]).square().mean()
 
     def configure_optimizers(self) -> Any:
