@@ -154,7 +154,7 @@ def load_by_torch(folder: Path, name: str) -> None:
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(single_file, "_spread", lambda stored, _: stored)
-        patch.setattr(single_file, "set_model_state_dict", partial(set_model_state_dict, options=options))
+        patch.setattr(single_file, "set_weights", partial(set_model_state_dict, options=options))
         train_and_go_on(folder, name, 0.0)
 
 
