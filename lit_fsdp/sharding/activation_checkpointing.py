@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lit_fsdp.quantization.kernels import load_kernels
 from lit_fsdp.quantization.quantize import KeepDequantized
 from lit_fsdp.sharding.activation_offload import InputOffload
+from lit_fsdp.sharding.buffers import iterate_saved_buffers
 from lit_fsdp.sharding.mlp_chunks import split_mlps
 from lit_fsdp.sharding.torch_internals import HIDES_KEPT_OUTPUTS
 
@@ -153,7 +154,8 @@ def apply_activation_checkpointing(
     offload = InputOffload() if settings.offload else None
     for name in chosen:
         block = model.get_submodule(name)
-        block.forward = _Checkpointed(block.forward, options, offload, "" if name == chosen[-1] else name)
+        sent = "" if name == chosen[-1] else name
+        block.forward = _Checkpointed(block.forward, options, offload, sent, list(iterate_saved_buffers(block)))
     return chosen
 
 
@@ -164,8 +166,15 @@ class _Checkpointed:
     function: a copy of the model would go on with the weights of the original.
     """
 
-    def __init__(self, forward: Any, options: dict[str, Any], offload: InputOffload | None, sent: str) -> None:
-        self.forward, self.options, self.offload, self.sent = forward, options, offload, sent
+    def __init__(
+        self,
+        forward: Any,
+        options: dict[str, Any],
+        offload: InputOffload | None,
+        sent: str,
+        buffers: list[tuple[nn.Module, str]],
+    ) -> None:
+        self.forward, self.options, self.offload, self.sent, self.buffers = forward, options, offload, sent, buffers
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
@@ -174,9 +183,12 @@ class _Checkpointed:
             kwargs = {name: _leave_out(value, name, block) for name, value in kwargs.items()}
             if kwargs.get("use_cache"):
                 kwargs["use_cache"] = False
+        options = self.options
+        if self.buffers and not torch.compiler.is_compiling():  # compiled code computes again without changing them
+            options = {**options, "context_fn": partial(_keep_buffers, self.buffers, options.get("context_fn"))}
         if self.offload is None:
-            return checkpoint(self.forward, *args, use_reentrant=False, **self.options, **kwargs)
-        recompute = partial(checkpoint, use_reentrant=False, **self.options, **HIDES_KEPT_OUTPUTS)
+            return checkpoint(self.forward, *args, use_reentrant=False, **options, **kwargs)
+        recompute = partial(checkpoint, use_reentrant=False, **options, **HIDES_KEPT_OUTPUTS)
         return self.offload.run(recompute, self.forward, self.sent, *args, **kwargs)
 
 
@@ -214,6 +226,36 @@ def _refuse_nested(blocks: Sequence[str], what: str) -> None:
                 f"activation_checkpointing.{what}: block {inner} lies inside block {outer}; set mode to 'full' without "
                 "offload, keep_dequantized and mlp_chunks, or wrap to blocks that do not nest"
             )
+
+
+def _keep_buffers(buffers: list[tuple[nn.Module, str]], make_contexts: Callable[[], Any] | None) -> Any:
+    forward, recompute = (nullcontext(), nullcontext()) if make_contexts is None else make_contexts()
+    return forward, _CopiedBuffers(buffers, recompute)
+
+
+class _CopiedBuffers:
+    """Lets a block be computed again on copies of its buffers: running statistics would count its batch twice.
+
+    Args:
+        buffers: Where those are that checkpoints hold.
+        inner: Entered within, so that it does not see the copies being made.
+    """
+
+    def __init__(self, buffers: list[tuple[nn.Module, str]], inner: AbstractContextManager[Any]) -> None:
+        self._buffers, self._inner = buffers, inner
+        self._own: list[Tensor | None] = []
+
+    def __enter__(self) -> None:
+        self._own = [module._buffers[name] for module, name in self._buffers]
+        for (module, name), buffer in zip(self._buffers, self._own, strict=True):
+            module._buffers[name] = None if buffer is None else buffer.detach().clone()
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        for (module, name), buffer in zip(self._buffers, self._own, strict=True):
+            module._buffers[name] = buffer
+        self._own = []
+        return self._inner.__exit__(*error)
 
 
 def _make_keeping_contexts() -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -79,15 +79,24 @@ def has_batch_statistics(model: nn.Module) -> bool:
     return any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
 
 
-def _list_others(model: nn.Module, known: set[int]) -> list[tuple[nn.Module, str]]:
+def iterate_saved_buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yield where the buffers are that checkpoints hold: what training changes is among them, masks are not.
+
+    Those of quantized weights are left out.
+    """
     quantized = {id(layer) for _, layer in iterate_quantized(model)}
+    for module in model.modules():
+        if id(module) not in quantized:
+            # Private, seen in torch 2.13: which buffers are not saved.
+            yield from ((module, name) for name in module._buffers if name not in module._non_persistent_buffers_set)
+
+
+def _list_others(model: nn.Module, known: set[int]) -> list[tuple[nn.Module, str]]:
+    places = ((module, name, module._buffers[name]) for module, name in iterate_saved_buffers(model))
     return [
         (module, name)
-        for module in model.modules()
-        if id(module) not in quantized
-        for name, buffer in module._buffers.items()
+        for module, name, buffer in places
         if buffer is not None and id(buffer) not in known and not isinstance(buffer, DTensor)
-        if name not in module._non_persistent_buffers_set
     ]
 
 

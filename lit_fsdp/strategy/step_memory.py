@@ -8,7 +8,7 @@ backward count: what other hooks do between two micro-batches stays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lit_fsdp.quantization.layers import iterate_quantized
+from lit_fsdp.sharding.buffers import iterate_saved_buffers
 
 Undo = dict[Any, Callable[[], None]]  # of one change each
 Changes = Callable[[], Undo]  # asked after a micro-batch
@@ -35,7 +35,8 @@ class StepMemory:
 
     def __init__(self, module: pl.LightningModule) -> None:
         self._module = module
-        self._buffers = list(_iterate_saved_buffers(module))
+        saved = iterate_saved_buffers(module)
+        self._buffers = [(part, name) for part, name in saved if not isinstance(part, Metric)]
         self._copies: list[tuple[Tensor | None, int, Tensor | None]] = [(None, 0, None) for _ in self._buffers]
         self._metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
         self._undo: Undo = {}  # of earlier micro-batches of the step
@@ -126,16 +127,6 @@ class StepMemory:
 
 # Of torch and Lightning. Not the hook that runs, which Lightning leaves as it was at an error.
 _OF_LIBRARIES = frozenset(nn.Module().__dict__) | {"_trainer", "_device_mesh"}
-
-
-def _iterate_saved_buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Yield where the buffers are that checkpoints hold: what training changes is among them, masks are not."""
-    quantized = {id(layer) for _, layer in iterate_quantized(module)}
-    for part in module.modules():
-        if id(part) not in quantized and not isinstance(part, Metric):
-            # Private, seen in torch 2.13: which buffers are not saved.
-            names = part._buffers.keys() - part._non_persistent_buffers_set
-            yield from ((part, name) for name in sorted(names))
 
 
 def _is_unchanged(buffer: Tensor | None, before: Tensor | None, version: int) -> bool:

@@ -144,6 +144,44 @@ def test_loss_and_gradients_stay_bit_for_bit_while_blocks_run_again(
     assert [n for n in gradients if not torch.equal(gradients[n], truth[1][n])] == []
 
 
+class Normed(nn.Module):
+    """A block with running statistics, and a count that may be another tensor each time."""
+
+    def __init__(self, is_replaced: bool) -> None:
+        super().__init__()
+        self.linear, self.norm, self.inner = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Sequential(nn.BatchNorm1d(4))
+        self.register_buffer("num_calls", torch.zeros(()))
+        self.is_replaced = is_replaced
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_replaced:
+            self.num_calls = self.num_calls + 1
+        else:
+            self.num_calls.add_(1)
+        return x + torch.sin(self.inner(torch.sin(self.norm(self.linear(x)))))
+
+
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["full", "nested", "selective"])
+def test_running_statistics_count_a_batch_once(name: str, is_compiled: bool) -> None:
+    found = []
+    for setting in ("none", name):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Normed(is_replaced=not is_compiled) for _ in range(2)))
+        blocks = ["0", "0.inner", "1", "1.inner"] if name == "nested" else ["0", "1"]
+        apply_activation_checkpointing(model, SETTINGS[setting], blocks)
+        if is_compiled and setting != "none":
+            for block in model:
+                block.compile(backend="aot_eager")
+        for step in range(2):
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step), requires_grad=True)
+            model(x).square().sum().backward()
+        found.append({**dict(model.named_buffers()), **{n: p.grad for n, p in model.named_parameters()}})
+    assert len(found[1]) == 2 * 13
+    for key, value in found[0].items():
+        torch.testing.assert_close(found[1][key], value, rtol=0, atol=1e-6 if is_compiled else 0, msg=key)
+
+
 def test_selective_saves_the_expensive_part_and_full_does_not(
     truth: tuple[Tensor, dict[str, Tensor], list[int], int],
 ) -> None:
