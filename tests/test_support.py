@@ -64,6 +64,7 @@ IMPORTS = {
         "torch.distributed.fsdp._fully_shard._fully_shard",
         "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
         "torch.nn.modules.batchnorm._BatchNorm",
+        "torch.nn.modules.batchnorm._NormBase",
         "torch.nn.modules.conv._ConvNd",
         "torch.testing._internal.distributed.fake_pg.FakeStore",
         "torch.utils._python_dispatch.TorchDispatchMode",

@@ -15,6 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torchmetrics import Metric
 
 from lit_fsdp.sharding.buffers import iterate_saved_buffers
@@ -71,7 +72,7 @@ class StepMemory:
     def _watch_buffers(self) -> Changes:
         for i, (part, name) in enumerate(self._buffers):
             buffer = part._buffers.get(name)
-            if not _is_unchanged(buffer, *self._copies[i][:2]):
+            if not _is_unchanged(part, buffer, *self._copies[i][:2]):
                 version, copy = (0, None) if buffer is None else (buffer._version, buffer.detach().clone())
                 self._copies[i] = buffer, version, copy
         copies = list(self._copies)
@@ -80,7 +81,7 @@ class StepMemory:
             return {
                 ("buffer", i): partial(_restore_buffer, part, name, buffer, copy)
                 for i, ((part, name), (buffer, version, copy)) in enumerate(zip(self._buffers, copies, strict=True))
-                if not _is_unchanged(part._buffers.get(name), buffer, version)
+                if not _is_unchanged(part, part._buffers.get(name), buffer, version)
             }
 
         return find
@@ -129,9 +130,10 @@ class StepMemory:
 _OF_LIBRARIES = frozenset(nn.Module().__dict__) | {"_trainer", "_device_mesh"}
 
 
-def _is_unchanged(buffer: Tensor | None, before: Tensor | None, version: int) -> bool:
+def _is_unchanged(part: nn.Module, buffer: Tensor | None, before: Tensor | None, version: int) -> bool:
     """Whether a buffer is the one that was there before, and was not written to."""
-    return buffer is before and (buffer is None or buffer._version == version)
+    # Kernels of norms write into running statistics without a new version, seen in torch 2.13.
+    return buffer is before and (buffer is None or (buffer._version == version and not isinstance(part, _NormBase)))
 
 
 def _restore_buffer(part: nn.Module, name: str, buffer: Tensor | None, copy: Tensor | None) -> None:

@@ -318,6 +318,7 @@ class Counting(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1))
+        self.norm: nn.Module = nn.BatchNorm1d(4, affine=False)
         self.register_buffer("mean", torch.zeros(4))
         self.register_buffer("smooth", torch.zeros(4))
         self.seen = MeanMetric()
@@ -327,6 +328,7 @@ class Counting(pl.LightningModule):
     def training_step(self, batch: Tensor, _: int) -> Tensor:
         self.mean += batch.mean(0)
         self.smooth = 0.9 * self.smooth + batch.mean(0)  # another tensor
+        self.norm(batch)
         self.seen.update(batch)
         self.num_steps += 1
         self.rows.append(len(batch))
@@ -358,6 +360,7 @@ def fit_counting(module: Counting, faults: list[Fault], accumulate: int = 1) -> 
         "weights": torch.cat([parameter.flatten() for parameter in module.parameters()]).detach(),
         "mean": module.mean.clone(),
         "smooth": module.smooth,
+        "running": torch.cat([torch.empty(0), *module.norm.buffers()][:3]),
         "seen": module.seen.compute(),
         "logged": trainer.callback_metrics["loss"],
         "counts": torch.tensor([module.num_steps, len(module.rows), module.by_name["rows"]]),
@@ -389,7 +392,7 @@ def test_a_module_says_how_its_batches_split() -> None:
         for faults in ([], [Fault(rank=0, phase="end", times=2)]):
             torch.manual_seed(3)
             module = CountingByRows()
-            module.net[2] = nn.Identity()
+            module.net[2], module.norm = nn.Identity(), nn.Identity()
             runs.append(fit_counting(module, faults))
         truth, found = runs
         for name in ("weights", "logged"):
