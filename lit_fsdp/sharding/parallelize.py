@@ -15,6 +15,7 @@ from lit_fsdp.sharding.mixed_precision import MixedPrecision, cast_parameters
 from lit_fsdp.sharding.roots import split_by_child
 from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.shard import broadcast_parameters, compile_blocks, list_whole, refuse_lazy, shard_model
+from lit_fsdp.sharding.stock_quantized import view_as_bytes
 from lit_fsdp.sharding.tensor_parallel import parallelize_layers, refuse_split
 from lit_fsdp.sharding.wrap import Unit, iterate_blocks, plan_module
 
@@ -44,6 +45,7 @@ def shard_module(
     """
     refuse_split(module)
     refuse_lazy(module)
+    view_as_bytes(module, device)
     cast_parameters(module, dtypes, keep=list_adapter_parameters(module))
     broadcast_parameters(module)
     parallelize_layers(module, mesh)

@@ -477,8 +477,8 @@ def _refuse_states(model: nn.Module, whole: Container[nn.Parameter]) -> None:
         if type(parameter).__module__.startswith("bitsandbytes.") and parameter not in whole:
             raise ValueError(
                 f"{name} is a {type(parameter).__name__} of bitsandbytes: what its codes mean is kept in "
-                "the parameter, which sharding replaces; set quantization of CausalLM, or of a task of your own (see "
-                "docs/own_task.md)"
+                "the parameter, which sharding replaces; load it in 4 bits, or set quantization of CausalLM or of a "
+                "task of your own (see docs/own_task.md)"
             )
 
 

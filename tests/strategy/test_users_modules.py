@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bitsandbytes import optim as bnb_optim
-from bitsandbytes.nn import Linear4bit
+from bitsandbytes.nn import Linear4bit, Linear8bitLt
 from differences import find_largest
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
@@ -208,13 +208,23 @@ class Stepped(Plain):
         return self.kind(self.parameters(), lr=1e-2)
 
 
-class FourBits(Plain):
+class Quantized(Plain):
     """Holds weights of bitsandbytes, as Transformers loads them."""
 
-    def __init__(self) -> None:
+    def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        layer = Linear4bit(64, 15, compute_dtype=torch.float32, quant_type="nf4").requires_grad_(False)
-        self.net = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), layer.to("cpu"), nn.Linear(15, 1))  # which quantizes
+        layer = layer.requires_grad_(False).to("cpu")  # which quantizes
+        self.net = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), layer, nn.Linear(64, 1))
+
+
+class FourBits(Quantized):
+    def __init__(self, storage: torch.dtype) -> None:
+        super().__init__(Linear4bit(64, 64, compress_statistics=True, quant_type="nf4", quant_storage=storage))
+
+
+class EightBits(Quantized):
+    def __init__(self) -> None:
+        super().__init__(Linear8bitLt(64, 64, has_fp16_weights=False))
 
 
 class SparseGradients(Plain):
@@ -260,12 +270,12 @@ class Scripted(Plain):
             "AdamW8bit of bitsandbytes.* cannot step .*; take lit_fsdp.optim.AdamW8bit",
         ),
         (partial(Stepped, torch.optim.Adafactor), "got Adafactor of torch.optim: .*; take lit_fsdp.optim.Adafactor"),
-        (FourBits, r"net.2.weight is a Params4bit of bitsandbytes: .* set quantization of CausalLM"),
+        (EightBits, r"net.2.weight is a Int8Params of bitsandbytes: .* load it in 4 bits, or set quantization"),
         pytest.param(SparseGradients, "table.sparse: got True: .*; leave it out", marks=pytest.mark.full),
         pytest.param(Waves, "weight is torch.complex64: .* keep torch.view_as_real", marks=pytest.mark.full),
         pytest.param(Scripted, "net.0 is a script of torch.jit: .*; leave torch.jit out", marks=pytest.mark.full),
     ],
-    ids=["AdamW8bit", "Adafactor", "Linear4bit", "sparse", "complex", "script"],
+    ids=["AdamW8bit", "Adafactor", "Linear8bitLt", "sparse", "complex", "script"],
 )
 def test_what_cannot_be_sharded_trains_on_one_rank_and_is_refused_on_two(
     build: Callable[[], pl.LightningModule], message: str, tmp_path: Path
@@ -273,6 +283,30 @@ def test_what_cannot_be_sharded_trains_on_one_rank_and_is_refused_on_two(
     run_ranks(train, build, tmp_path / "out", True, world_size=1)
     with pytest.raises(RankError, match=message):
         run_ranks(train, build, tmp_path / "out", True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("storage", [torch.uint8, torch.float32])
+def test_4_bit_layers_of_bitsandbytes_are_sharded_and_resume(storage: torch.dtype, tmp_path: Path) -> None:
+    build = partial(FourBits, storage)
+    run_ranks(partial(train, max_epochs=1, save=tmp_path / "part"), build, tmp_path / "1", True)
+    run_ranks(partial(train, resume=tmp_path / "part"), build, tmp_path / "resumed", True)
+    run_ranks(train, build, tmp_path / "ddp", False)
+    weights, expected = torch.load(tmp_path / "resumed"), torch.load(tmp_path / "ddp")
+    codes = weights.pop("net.2.weight")
+    assert torch.equal(codes.view(-1), expected["net.2.weight"].view(-1).view(torch.uint8))
+    assert weights.keys() == {name for name in expected if not name.startswith("net.2.weight")}
+    for name, value in weights.items():
+        torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_codes_of_bitsandbytes_are_not_cast(precision: Any, tmp_path: Path) -> None:
+    for storage in ("uint8", "float32", "bfloat16"):
+        build = partial(FourBits, getattr(torch, storage))
+        run_ranks(partial(train, precision=precision), build, tmp_path / storage, True)
+        assert_same(tmp_path / storage, tmp_path / "uint8", 0.0)
 
 
 class Unsized(Plain):
