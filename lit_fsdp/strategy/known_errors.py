@@ -9,6 +9,14 @@ from torch import nn
 from lit_fsdp.sharding.shard import find_roots
 
 _MEANINGS = {
+    r"aten\._foreach_[\w.]+ got mixed torch\.Tensor and DTensor": (
+        "one list holds shards and whole tensors, as an average does of weights and buffers: set foreach=False of what "
+        "made it, leave its buffers out, or take the EMA callback"
+    ),
+    "FSDP does not support deepcopy": (
+        "a network is copied before it is sharded: in __init__, or in setup of a first fit; renew the copy by "
+        "copy.load_state_dict(network.state_dict())"
+    ),
     "got mixed torch.Tensor and DTensor": (
         "weights of an FSDP unit are whole inside its forward, and shards elsewhere: call the module itself, take "
         "weight.full_tensor(), set sharding.reshard_after_forward: false, or where a step calls networks inside of a "
@@ -39,8 +47,9 @@ def explain(error: BaseException, module: nn.Module) -> None:
         error: What a step or a hook has raised.
         module: The module that was trained.
     """
-    if not isinstance(error, RuntimeError) or not find_roots(module):
+    if not isinstance(error, (RuntimeError, AssertionError)) or not find_roots(module):
         return
     for pattern, meaning in _MEANINGS.items():
         if re.search(pattern, str(error)):
             error.add_note(f"{meaning}. More of it: docs/limits.md")
+            return

@@ -949,6 +949,11 @@ class UsesShards(Samples):
             self.log_dict(grad_norm(self.net, 2))
         if self.use == "numbers":  # as histograms of TensorBoard
             self.net[0].weight.detach().cpu().numpy()
+        if self.use == "copy":  # as an average made when a fit starts
+            deepcopy(self)
+        if self.use == "list":  # as ModelEmaV3 of timm
+            kept = [*self.state_dict().values(), torch.zeros(2)]  # a buffer
+            torch._foreach_lerp_(kept, kept, 0.1)
 
     def on_train_end(self) -> None:
         if self.use == "save":
@@ -962,6 +967,8 @@ class UsesShards(Samples):
         ("penalty", "got mixed torch.Tensor and DTensor", r"inside its forward.* take weight\.full_tensor\(\)"),
         ("norm", "not allocated yet", r"take torch\.nn\.utils\.get_total_norm for a norm"),
         ("numbers", "not supported for tensor subclasses", r"shards were read as plain.*full_tensor\(\) for all"),
+        ("copy", "FSDP does not support deepcopy", r"before it is sharded: in __init__.*copy\.load_state_dict"),
+        ("list", "got mixed torch.Tensor and DTensor", r"foreach=False.*leave its buffers out, or take the EMA"),
         ("others", "got another tensor for 1.down.weight, which is sharded", r"a min_num_params above the size"),
         ("save", "on an invalid python storage", r"get_model_state_dict with .*on rank 0 save_pretrained with that"),
         ("product", "to have the same dtype", r"give x\.to\(weight\.dtype\) to products of your own"),
